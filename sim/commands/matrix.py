@@ -1,0 +1,58 @@
+"""`kvcover matrix`: every prefill-TP × decode-TP pairing."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import click
+
+from sim.commands.options import check_output, scenario_data, scenario_options, whole_number, write_output
+from sim.errors import InputError, nearest
+
+
+@click.command("matrix")
+@click.option("--mode", default="both", show_default=True, metavar="write|read|both", help="Transfer modes.")
+@click.option("--prefill", default="1,2,4,8", show_default=True, metavar="N,N,…", help="Prefill TP sizes.")
+@click.option("--decode", default="1,2,4,8", show_default=True, metavar="N,N,…", help="Decode TP sizes.")
+@scenario_options
+def command(mode: str, prefill: str, decode: str, **options: Any) -> None:
+    """Run every prefill-TP × decode-TP pairing and say in one line what was found.
+
+    Each cell shows the fraction of decode's KV cache that arrived, right, before decode was told to go, and the outcome.
+    """
+    if mode not in ("write", "read", "both"):
+        raise InputError("--mode", f"no mode {mode!r}", nearest(mode, ("write", "read", "both")))
+    check_output(options["output"])
+    modes = ["write", "read"] if mode == "both" else [mode]
+    pairs = [(p, d) for p in _tp_list("--prefill", prefill) for d in _tp_list("--decode", decode)]
+    data = scenario_data(None, options)
+    if "expect" in data:
+        raise InputError("expect", "a matrix has no single expectation", "use --check")
+    from sim.matrix import run_matrix
+    from sim.result import summarize
+
+    results = run_matrix(data, modes, pairs, options["tier"], options["vllm"])
+    lines = "".join(result.to_json() + "\n" for result in results)
+    write_output(options["output"], lines)
+    if options["as_json"]:
+        click.echo(lines, nl=False)
+    else:
+        from sim.show import show_matrix
+
+        show_matrix(results)
+    bad = summarize(results).bad
+    if options["check"] and bad:
+        click.echo(f"kvcover: check failed: {bad} of {len(results)} pairings are not as they should be", err=True)
+        sys.exit(1)
+
+
+def _tp_list(option: str, text: str) -> list[int]:
+    """`1,2,4,8` in the order given, each once."""
+    values = [whole_number(option, part.strip().removeprefix("tp="), text) for part in text.split(",")]
+    for value in values:
+        if not 1 <= value <= 256:
+            raise InputError(option, f"{value} is no TP size", "use 1 to 256")
+        if values.count(value) > 1:
+            raise InputError(option, f"{value} is given twice in {text!r}", "give each size once")
+    return values

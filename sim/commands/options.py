@@ -1,0 +1,142 @@
+"""Options that several commands share, and how they become a scenario."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from sim.errors import InputError, nearest
+
+if TYPE_CHECKING:
+    from sim.scenario import Scenario
+
+Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+_SCENARIO: tuple[Decorator, ...] = (
+    click.option("--release", metavar="R", help="vLLM release of both engines (default: newest)."),
+    click.option("--decode-release", metavar="R", help="Another release for decode."),
+    click.option("--model", metavar="M", help="Preset, config.json, layers=2,kv_heads=8,head_dim=8, layers=2,mla=64+16."),
+    click.option("--router", metavar="NAME", help="Who fills in the params, e.g. 'vllm-router 0.1.15' (default: toy-proxy)."),
+    click.option("--fault", "faults", multiple=True, metavar="FAULT",
+                 help="drop:KEY, set:KEY=JSON or rename:KEY=NEW, each with @prefill or @decode. Repeatable."),
+    click.option("--override", "overrides", multiple=True, metavar="FIELD=POLICY",
+                 help="Exchange one policy of the release; see `kvcover releases`. Repeatable."),
+    click.option("--set", "sets", multiple=True, metavar="FIELD=VALUE",
+                 help="Any other field of a scenario, e.g. timers.defer_timeout_s=5. Repeatable."),
+    click.option("--seed", type=int, metavar="N", help="Decides ties between events of one instant."),
+    click.option("--tier", default="model", show_default=True, metavar="T", help="Where to run: model or connector."),
+    click.option("--vllm", metavar="R|PATH|installed", help="vLLM source tree for the connector tier."),
+    click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables."),
+    click.option("-o", "--output", metavar="FILE", help="Write the JSON to a file as well."),
+    click.option("--check", is_flag=True, help="Exit with 1 if the result is not as it should be."),
+)  # fmt: skip
+
+
+def scenario_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """All options that describe a scenario and what to do with its result."""
+    for option in reversed(_SCENARIO):
+        function = option(function)
+    return function
+
+
+def scenario_data(file: str | None, options: dict[str, Any]) -> dict[str, Any]:
+    """The scenario's dictionary: the file first, then every option over it."""
+    from sim.scenario import load, set_field
+
+    data: dict[str, Any] = load(file) if file else {}
+    for name in ("release", "decode_release", "model", "router", "seed"):
+        if options.get(name) is not None:
+            data[name] = options[name]
+    if options.get("faults"):
+        data["faults"] = [*_list_of(data, "faults"), *options["faults"]]
+    for text in options.get("overrides") or ():
+        field, policy = _pair("--override", text, "FIELD=POLICY")
+        set_field(data, f"overrides.{field}", policy)
+    for text in options.get("sets") or ():
+        path, value = _pair("--set", text, "FIELD=VALUE")
+        set_field(data, path, _json_or_text(value))
+    return data
+
+
+def _list_of(data: dict[str, Any], field: str) -> list[Any]:
+    value = data.get(field, [])
+    if not isinstance(value, list):
+        raise InputError(field, f"{value!r} is not a list", "write a list of faults")
+    return value
+
+
+def _pair(option: str, text: str, form: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not equals or not name:
+        raise InputError(option, f"can't read {text!r}", f"write {form}")
+    return name, value
+
+
+def _json_or_text(value: str) -> Any:
+    try:
+        return json.loads(value)
+    except ValueError:
+        return value
+
+
+def sizes(option: str, text: str | None) -> dict[str, int]:
+    """`tp=4,dp=2`, or just `4`."""
+    if text is None:
+        return {}
+    found: dict[str, int] = {}
+    for part in text.split(","):
+        name, equals, value = part.strip().partition("=")
+        if not equals:
+            name, value = "tp", name
+        if name not in ("tp", "dp"):
+            raise InputError(option, f"no size {name!r} in {text!r}", nearest(name, ("tp", "dp")))
+        if name in found:
+            raise InputError(option, f"{name} is given twice in {text!r}", "write tp=4,dp=2")
+        found[name] = whole_number(option, value, text)
+    return found
+
+
+def whole_number(option: str, value: str, text: str) -> int:
+    """`value`, a part of `text`, as a number."""
+    try:
+        return int(value)
+    except ValueError:
+        raise InputError(option, f"{value!r} in {text!r} is not a whole number", "write a number such as 4") from None
+
+
+def build_scenario(data: dict[str, Any]) -> Scenario:
+    """`sim.scenario.build`, imported only now."""
+    from sim.scenario import build
+
+    return build(data)
+
+
+def write_output(path: str | None, text: str) -> None:
+    """Write a result file whole or not at all."""
+    if path is None:
+        return
+    target = Path(path)
+    try:
+        handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+    except OSError as error:
+        raise InputError("-o", f"can't write {path!r}: {error.strerror}", "name a file in a folder that exists") from None
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.chmod(name, 0o644)
+        os.replace(name, target)
+    except OSError as error:
+        os.unlink(name)
+        raise InputError("-o", f"can't write {path!r}: {error.strerror}", "name a file, not a folder") from None
+
+
+def check_output(path: str | None) -> None:
+    """Complain about an output that can't be written before a long run, not after it."""
+    if path is not None and (not Path(path).parent.is_dir() or Path(path).is_dir()):
+        raise InputError("-o", f"can't write {path!r}", "name a file in a folder that exists")

@@ -1,0 +1,56 @@
+"""`kvcover run`: one scenario."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import click
+
+from sim.commands.options import build_scenario, check_output, scenario_data, scenario_options, sizes, write_output
+
+
+@click.command("run")
+@click.argument("scenario", required=False)
+@click.option("--mode", metavar="write|read", help="Prefill pushes (default) or decode pulls.")
+@click.option("--prefill", metavar="tp=N[,dp=N]", help="Size of the prefill engine.")
+@click.option("--decode", metavar="tp=N[,dp=N]", help="Size of the decode engine.")
+@scenario_options
+def command(scenario: str | None, mode: str | None, prefill: str | None, decode: str | None, **options: Any) -> None:
+    """Run one scenario and say which KV cells decode got, who was told, and why.
+
+    SCENARIO is a TOML or JSON file; every option overrides it. Example:
+
+    \b
+      release = "0.26.0"
+      mode = "write"
+      model = "deepseek-v3"
+      prefill = {tp = 8}
+      decode = {tp = 8}
+      faults = ["drop:remote_tp_size@prefill"]
+      expect = {outcome = "corrupt", coverage = 0.125}
+    """
+    check_output(options["output"])
+    data = scenario_data(scenario, options)
+    if mode is not None:
+        data["mode"] = mode
+    for name, text in (("prefill", prefill), ("decode", decode)):
+        if found := sizes(f"--{name}", text):
+            data[name] = {**(data.get(name) or {}), **found}
+    built = build_scenario(data)
+    from sim.tiers import load_tier
+
+    result = load_tier(options["tier"])(built, vllm=options["vllm"])
+    write_output(options["output"], result.to_json() + "\n")
+    if options["as_json"]:
+        click.echo(result.to_json())
+    else:
+        from sim.show import show_result
+
+        show_result(result)
+    from sim.expect import disagreement
+
+    problem = disagreement(result, built.expect, options["check"])
+    if problem:
+        click.echo(f"kvcover: check failed: {problem}", err=True)
+        sys.exit(1)

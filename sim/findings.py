@@ -1,0 +1,294 @@
+"""Findings: what went wrong, in the field's words, each with its chain of causes down to a policy of the release."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from sim.errors import PeerRefusal
+from sim.policies import POLICIES, map_fan
+from sim.releases import ConnectorRelease
+from sim.result import Finding, RankCoverage, Sets
+from sim.world import World
+
+
+def find(world: World, ranks: list[RankCoverage], sets: Sets, unfired: list[str]) -> list[Finding]:
+    """All findings of a finished run, the ones that explain most first."""
+    findings = [
+        Finding(
+            kind="fault-not-fired",
+            text=f"{fault} changed nothing: the run proves nothing about it",
+            causes=[f"{world.setup.router.name} sends no such key on that leg in {world.mode.upper()}, or the same value"],
+        )
+        for fault in unfired
+    ]
+    return [
+        *findings,
+        *_bind_failures(world),
+        *_wrong_dials(world),
+        *_dead_dials(world),
+        *_crashes(world),
+        *_task_failures(world),
+        *_untold_prefill(world, sets),
+        *_told_without_data(world, ranks),
+        *_never_told(world, ranks, sets),
+        *_used_early(world, ranks),
+        *_held(world),
+    ]
+
+
+def span(names: Iterable[str]) -> str:
+    """`P1–P7` for a run of neighbours, else the names."""
+    listed = sorted(names, key=lambda name: (len(name), name))
+    heads = [name.rstrip("0123456789") for name in listed]
+    tails = [int(name[len(head) :] or -1) for name, head in zip(listed, heads, strict=True)]
+    if len(listed) > 2 and len(set(heads)) == 1 and tails == list(range(tails[0], tails[0] + len(tails))):
+        return f"{listed[0]}–{listed[-1]}"
+    return ", ".join(listed)
+
+
+def peer_tp_causes(release: ConnectorRelease, params: Mapping[str, Any], field: str = "peer_tp") -> list[str]:
+    """Why a leg's peer TP size was read as it was."""
+    policy = getattr(release, field)
+    sent, short = params.get("remote_tp_size"), params.get("tp_size")
+    if policy == "tp_size_or_1":
+        if "tp_size" in params:
+            return [f"release {release.name} reads `tp_size`, which was sent as {short!r}"]
+        causes = [f"release {release.name} reads `tp_size`, which was not sent, default 1"]
+        if "remote_tp_size" in params:
+            causes.append(f"`remote_tp_size` = {sent!r} was sent and not read")
+        return causes
+    if policy in ("true_size", "own_size"):
+        return [f"release {release.name}: {POLICIES[field][policy].text}"]
+    if sent:
+        return [f"`remote_tp_size` = {sent!r} was sent"]
+    if short:
+        return [f"`remote_tp_size` was not sent, `tp_size` = {short!r} was"]
+    return [f"neither `remote_tp_size` nor `tp_size` was sent; release {release.name} takes the peer to be as large as itself"]
+
+
+def _cause(release: ConnectorRelease, field: str) -> str:
+    name = getattr(release, field)
+    return f"release {release.name}, {field} = {name}: {POLICIES[field][name].text}"
+
+
+def _leg(world: World, side: str, request: int = 0) -> dict[str, Any]:
+    return world.legs.get((max(request, 0), side), {})
+
+
+def _initiator(world: World) -> tuple[str, ConnectorRelease]:
+    """Which leg and which release decide where data goes: prefill's in WRITE, decode's in READ."""
+    if world.mode == "write":
+        return "prefill", world.setup.prefill.release
+    return "decode", world.setup.decode.release
+
+
+def _intended(world: World, actor_tp: int) -> set[int]:
+    """TP ranks of the peer that a correct connector would reach from this rank."""
+    own, peer = world.setup.prefill.tp, world.setup.decode.tp
+    try:
+        if world.mode == "write":
+            return {target.tp_rank for target in map_fan(actor_tp, own, peer, world.geometry)}
+        group = range(own)
+        return {p for p in group if (own >= peer and p * peer // own == actor_tp) or (own < peer and actor_tp * own // peer == p)}
+    except PeerRefusal:
+        return set()
+
+
+def _wrong_dials(world: World) -> list[Finding]:
+    """Handshakes that reached another rank than the one whose cells are meant."""
+    side, release = _initiator(world)
+    wrong: dict[str, list[tuple[str, str]]] = defaultdict(list)
+    requests: dict[str, int] = {}
+    peers = {rank.name: rank for engine in world.engines for rank in engine.ranks}
+    for event in world.history.events("dialled"):
+        actor, reached = peers[event.actor], peers[event.peer]
+        meant_dp = int(event.detail.rsplit("dp", 1)[1].split()[0])
+        intended = _intended(world, actor.tp)
+        if not intended or (reached.engine.dp == meant_dp and reached.tp in intended):
+            continue
+        peer = world.setup.decode if world.mode == "write" else world.setup.prefill
+        meant = span(peer.rank_name(meant_dp, tp) for tp in sorted(intended))
+        wrong[event.peer].append((event.actor, meant))
+        requests[event.peer] = event.request
+    findings = []
+    for reached_name, pairs in wrong.items():
+        detail = next(e.detail for e in world.history.events("dialled") if e.peer == reached_name)
+        actors = span(dict.fromkeys(actor for actor, _ in pairs))
+        meant = span(dict.fromkeys(meant for _, meant in pairs))
+        params = _leg(world, side, requests[reached_name])
+        causes = [*_map_causes(world, side, release), *peer_tp_causes(release, params)]
+        findings.append(
+            Finding(
+                kind="wrong-peer",
+                text=f"{actors} dialled {detail.split(' for')[0]}, bound by {reached_name}, not {meant}",
+                causes=causes,
+            )
+        )
+    return sorted(findings, key=lambda finding: finding.text)
+
+
+def _map_causes(world: World, side: str, release: ConnectorRelease) -> list[str]:
+    field = "write_map" if world.mode == "write" else "read_map"
+    causes = [_cause(release, field)]
+    dp = world.setup.decode.dp if world.mode == "write" else world.setup.prefill.dp
+    if dp > 1:
+        causes.insert(0, _cause(release, "dial"))
+    return causes
+
+
+def _dead_dials(world: World) -> list[Finding]:
+    dead = world.history.events("dial_dead")
+    if not dead:
+        return []
+    side, release = _initiator(world)
+    effect = "never writes" if world.mode == "write" else "holds up the whole step"
+    return [
+        Finding(
+            kind="dead-port",
+            text=f"{span(dict.fromkeys(e.actor for e in dead))} dialled {span(dict.fromkeys(e.peer for e in dead))}, "
+            f"which nobody bound; a rank that dials it {effect}",
+            causes=[*_map_causes(world, side, release), *peer_tp_causes(release, _leg(world, side, dead[0].request))],
+        )
+    ]
+
+
+def _bind_failures(world: World) -> list[Finding]:
+    return [
+        Finding(
+            kind="port-taken",
+            text=f"{event.actor} could not bind {event.detail}, which {event.peer} has; its engine never starts",
+            causes=[_cause((world.setup.prefill if event.actor[0] == "P" else world.setup.decode).release, "ports")],
+        )
+        for event in world.history.events("bind_failed")
+    ]
+
+
+def _crashes(world: World) -> list[Finding]:
+    findings = []
+    for event in world.history.events("crashed"):
+        endpoint = world.setup.prefill if event.actor[0] == "P" else world.setup.decode
+        leg = "prefill" if endpoint is world.setup.prefill else "decode"
+        causes = peer_tp_causes(endpoint.release, _leg(world, leg, event.request))
+        if event.detail.startswith(("NotImplementedError", "MoRIIOError")):
+            causes.insert(0, _cause(endpoint.release, "read_guard" if world.mode == "read" else "write_plan"))
+        findings.append(Finding(kind="crash", text=f"{event.actor} died: {event.detail}", causes=causes))
+    return findings
+
+
+def _task_failures(world: World) -> list[Finding]:
+    grouped: dict[str, list[str]] = defaultdict(list)
+    requests = {}
+    for event in world.history.events("task_failed", "transfer_failed", "map_refused"):
+        if event.actor not in grouped[event.detail]:
+            grouped[event.detail].append(event.actor)
+        requests[event.detail] = event.request
+    side, release = _initiator(world)
+    return [
+        Finding(
+            kind="transfer-failed",
+            text=f"{span(actors)}: {detail}; " + ("the rank reports the transfer finished and tells decode nothing"
+                                                   if world.mode == "write" else "its blocks stay as they were"),
+            causes=[_cause(release, "write_plan" if world.mode == "write" else "read_failure"),
+                    *peer_tp_causes(release, _leg(world, side, requests[detail]))],
+        )
+        for detail, actors in grouped.items()
+    ]  # fmt: skip
+
+
+def _untold_prefill(world: World, sets: Sets) -> list[Finding]:
+    """Prefill ranks that hold data and were not told where it goes (WRITE), or that it was read (READ)."""
+    told = set(sets.prefill_told or ())
+    prefill, decode = world.setup.prefill, world.setup.decode
+    busy = {t.request.prefill_dp for t in world.transfers}
+    missing = [prefill.rank_name(dp, tp) for dp in sorted(busy) for tp in range(prefill.tp)
+               if prefill.rank_name(dp, tp) not in told]  # fmt: skip
+    if not missing or any(t.bad_end in ("refused", "recomputed") for t in world.transfers):
+        return []
+    if any(engine.crashed for engine in world.engines) or not all(e.started for e in world.decodes):
+        return []
+    if world.mode == "write":
+        params = _leg(world, "decode")
+        return [
+            Finding(
+                kind="prefill-not-told",
+                text=f"{span(missing)} never learned decode's blocks",
+                causes=[_cause(decode.release, "blocks_ready_width"),
+                        *peer_tp_causes(decode.release, params, "blocks_ready_width")],
+            )
+        ]  # fmt: skip
+    if not all(t.went for t in world.transfers):
+        return []
+    return [
+        Finding(
+            kind="prefill-not-released",
+            text=f"{span(missing)} never got a release, so prefill holds the blocks until its timer",
+            causes=[_cause(decode.release, "release_to"), *peer_tp_causes(decode.release, _leg(world, "decode"))],
+        )
+    ]
+
+
+def _told_without_data(world: World, ranks: list[RankCoverage]) -> list[Finding]:
+    decode = world.setup.decode
+    empty = [decode.rank_name(r.dp, r.tp) for r in ranks if r.told and r.coverage is not None and r.coverage < 1]
+    if not empty or world.mode == "read":
+        return []
+    release = world.setup.prefill.release
+    return [
+        Finding(
+            kind="told-without-data",
+            text=f"{span(empty)} {'was' if len(empty) == 1 else 'were'} told done with cells missing or wrong",
+            causes=[_cause(release, "write_done_to"), "nothing checks who was written before saying done"],
+        )
+    ]
+
+
+def _never_told(world: World, ranks: list[RankCoverage], sets: Sets) -> list[Finding]:
+    waiting = {t.request.decode_dp for t in world.transfers if not t.ended and t.needs}
+    decode = world.setup.decode
+    untold = [decode.rank_name(r.dp, r.tp) for r in ranks if r.dp in waiting and not r.told]
+    if not untold:
+        return []
+    release = world.setup.prefill.release
+    causes = [_cause(release, "write_done_to"), _cause(release, "expiry"), "decode has no timer of its own in WRITE"]
+    return [Finding(kind="never-told", text=f"{span(untold)} never heard that the blocks are complete", causes=causes)]
+
+
+def _used_early(world: World, ranks: list[RankCoverage]) -> list[Finding]:
+    if world.mode == "write" or not any(t.went for t in world.transfers):
+        return []
+    decode = world.setup.decode
+    go_ns = min(event.time_ns for event in world.history.events("go"))
+    late = [e for e in world.history.events("read") if e.time_ns > go_ns]
+    short = [decode.rank_name(r.dp, r.tp) for r in ranks if r.coverage is not None and r.missing]
+    if not late or not short:
+        return []
+    return [
+        Finding(
+            kind="used-before-landing",
+            text=f"{span(short)} used layers before their reads landed (the last landed {late[-1].time_ns - go_ns} ns after go)",
+            causes=[_cause(decode.release, "read_barrier")],
+        )
+    ]
+
+
+def _held(world: World) -> list[Finding]:
+    findings = []
+    timer = [e for e in world.history.events("expired", "reaped")]
+    if timer:
+        kinds = {"expired": "the deferral timer of", "reaped": "the scheduler's timer of"}
+        grouped = {kind: span(dict.fromkeys(e.actor for e in timer if e.kind == kind)) for kind in kinds}
+        text = "; ".join(f"{kinds[kind]} {names} fired" for kind, names in grouped.items() if names)
+        held_s = world.setup.scenario.timers.defer_timeout_s
+        findings.append(
+            Finding(kind="held-until-timer", text=f"{text}: prefill's blocks were held for {held_s:g} s",
+                    causes=[_cause(world.setup.prefill.release, "reaper")])
+        )  # fmt: skip
+    for engine in world.prefills:
+        if engine.pool.held and not engine.crashed:
+            findings.append(
+                Finding(kind="leak", text=f"{engine.name or 'P'} holds the blocks of requests {sorted(engine.pool.held)} for ever",
+                        causes=[_cause(engine.me.release, "reaper")])
+            )  # fmt: skip
+    return findings

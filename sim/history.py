@@ -1,0 +1,82 @@
+"""What happened: one append-only list of typed events. Results, findings and digests are views of it."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import NamedTuple
+
+import msgspec
+
+
+class Event(NamedTuple):
+    """One event: virtual time in ns, kind (see `KINDS`), who did it, to whom, for which request, in which layer."""
+
+    time_ns: int
+    kind: str
+    actor: str
+    peer: str = ""
+    request: int = -1
+    layer: int = -1
+    detail: str = ""
+
+
+KINDS: dict[str, str] = {
+    "leg_sent": "the router sent a leg; detail: its kv_transfer_params",
+    "fault_fired": "a planned fault changed something; detail: the fault",
+    "bound": "a listener bound its port",
+    "bind_failed": "the port was taken: the rank never becomes ready",
+    "blocks_ready_sent": "decode's scheduler told a prefill rank its blocks",
+    "blocks_ready": "a prefill rank was told decode's blocks",
+    "poisoned": "a message that the role can't handle ended the notify thread for good",
+    "undelivered": "a message went to a port that nobody bound",
+    "dialled": "a handshake reached a rank; peer: the rank that answered",
+    "dial_dead": "a handshake went to a port that nobody bound: it waits for ever",
+    "map_refused": "the rank map raised",
+    "stalled": "a forward waited a whole transfer timeout for a handshake",
+    "wrote": "one layer of one transfer landed at a decode rank",
+    "read": "one layer of one transfer was read into a decode rank",
+    "transfer_failed": "a batch was refused or failed; detail: MoRI's message",
+    "task_failed": "a write task raised; the transfer is marked done without a message",
+    "write_done_sent": "a prefill rank told a decode rank that its blocks are written",
+    "write_failed_sent": "a prefill rank told a decode rank that nothing was or will be written",
+    "told": "a decode rank was told, or found, that its blocks are complete",
+    "told_failed": "a decode rank was told that its blocks never come",
+    "expired": "deferred write tasks of a prefill rank ran out of time",
+    "release_sent": "a decode rank released a prefill rank's blocks",
+    "release": "a prefill rank was told that its blocks were read",
+    "released": "a prefill rank reported that it no longer needs the blocks",
+    "freed": "an engine freed the blocks of a request",
+    "reaped": "prefill's scheduler freed blocks whose release never came",
+    "go": "decode uses its cells",
+    "recompute": "decode prefills the request itself",
+    "refused": "an engine refused the request before anything moved",
+    "request_failed": "the request ended with an error",
+    "ended": "the request ended with tokens",
+    "crashed": "an engine or its step died; detail: the exception",
+}
+
+
+class History:
+    """The events of a run, in the order in which they happened."""
+
+    def __init__(self) -> None:
+        self.rows: list[tuple[int, str, str, str, int, int, str]] = []
+
+    def add(
+        self, time_ns: int, kind: str, actor: str, peer: str = "", request: int = -1, layer: int = -1, detail: str = ""
+    ) -> None:
+        self.rows.append((time_ns, kind, actor, peer, request, layer, detail))
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def events(self, *kinds: str) -> list[Event]:
+        """Events of these kinds (all kinds when none is named), in order."""
+        return [Event(*row) for row in self.rows if not kinds or row[1] in kinds]
+
+    def last_ns(self) -> int:
+        return self.rows[-1][0] if self.rows else 0
+
+    def digest(self) -> str:
+        """Same scenario and seed, same digest, in any process."""
+        return hashlib.blake2b(msgspec.msgpack.encode(self.rows), digest_size=16).hexdigest()

@@ -1,0 +1,220 @@
+"""What lies in decode's memory: which identity each cell of each rank and layer holds.
+
+A cell is (plane K or V, block, KV head) of one (decode rank, layer). What it holds is written as a number, its *code*:
+`code_of(content, plane, head)`, 0 for nothing. Contents number the token blocks of all requests, so equal prompts share
+codes. A *copy* is a batch that landed; what a layer holds is the sequence of copies that landed there, and layers with
+the same sequence hold the same. So landing a batch costs the same for any number of blocks, and cells are only looked
+at when somebody asks.
+
+Copies between caches of unequal block length fall on units (single tokens of a head) and not on cells; then the same
+memory is looked at unit by unit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from sim.geometry import CacheShape, Geometry
+
+Codes = NDArray[np.int64]
+EMPTY = 0
+
+
+class Copy(msgspec.Struct, frozen=True, eq=False):
+    """A batch: `codes[i]` lands at index `where[i]`, of cells, or of units when `by_unit`."""
+
+    where: Codes
+    codes: Codes
+    by_unit: bool
+    size_bytes: int
+
+
+class Count(msgspec.Struct, frozen=True):
+    """How many of the needed cells are covered, wrong and missing."""
+
+    covered: int
+    wrong: int
+    missing: int
+
+    @property
+    def cells(self) -> int:
+        return self.covered + self.wrong + self.missing
+
+
+def code_of(geometry: Geometry, contents: Codes, plane: int, head: int) -> Codes:
+    """Codes of (content, plane, global head); content 0 is garbage that no request needs, and still not nothing."""
+    return (contents * geometry.planes + plane) * geometry.kv_heads + head + 1
+
+
+def cell_index(shape: CacheShape, plane: int, blocks: Codes, slot: int) -> Codes:
+    """Where the cells of these blocks lie in one rank and layer."""
+    return (plane * shape.num_blocks + blocks) * shape.heads + slot
+
+
+def cell_copy(
+    geometry: Geometry, shape: CacheShape, contents: Codes, blocks: Codes, first_head: int, slot: int, count: int
+) -> Copy:
+    """Whole cells: block `contents[i]`, `count` heads from global head `first_head` on, into `blocks[i]` from `slot` on."""
+    where, codes = [], []
+    for plane in range(geometry.planes):
+        for k in range(count):
+            where.append(cell_index(shape, plane, blocks, slot + k))
+            codes.append(code_of(geometry, contents, plane, first_head + k))
+    size = len(blocks) * geometry.planes * count * shape.block_size * geometry.head_bytes
+    return Copy(np.concatenate(where), np.concatenate(codes), False, size)
+
+
+class Bytes(msgspec.Struct, frozen=True, eq=False):
+    """One side of a byte-addressed batch: the cache, and, for the side that is read, what its blocks contain."""
+
+    shape: CacheShape
+    contents: Codes
+    first_head: int
+
+    def unit_codes(self, geometry: Geometry, units: Codes) -> Codes:
+        """Codes of what lies at these units, one a (token, head)."""
+        cell_token, slot = np.divmod(units, self.shape.heads)
+        plane_block, token = np.divmod(cell_token, self.shape.block_size)
+        plane, block = np.divmod(plane_block, self.shape.num_blocks)
+        cells = (self.contents[block] * geometry.planes + plane) * geometry.kv_heads + self.first_head + slot + 1
+        codes: Codes = cells * self.shape.block_size + token
+        return codes
+
+
+def raw_copy(geometry: Geometry, local: Bytes, remote: Bytes, pairs: Sequence[tuple[int, int]], into_remote: bool) -> Copy | None:
+    """A batch addressed with the local block length on both sides; `pairs` are (local block, remote block).
+
+    The V plane of the remote side is taken to lie at local block length × remote number of blocks. Returns None when an
+    entry runs past the remote registered memory: MoRI then refuses the whole batch ("length out of range").
+    """
+    length = local.shape.block_units
+    source, where, codes = (local if into_remote else remote), [], []
+    for local_block, remote_block in pairs:
+        for plane in range(geometry.planes):
+            local_units = (plane * local.shape.num_blocks + local_block) * length + np.arange(length)
+            remote_units = (plane * remote.shape.num_blocks + remote_block) * length + np.arange(length)
+            if int(remote_units[-1]) >= remote.shape.units:
+                return None
+            from_units, to_units = (local_units, remote_units) if into_remote else (remote_units, local_units)
+            where.append(to_units)
+            codes.append(source.unit_codes(geometry, from_units))
+    joined = np.concatenate(where)
+    return Copy(joined, np.concatenate(codes), True, len(joined) * geometry.head_bytes)
+
+
+class Need(msgspec.Struct, frozen=True, eq=False):
+    """The cells that one decode rank needs for one request, and the code that each must hold."""
+
+    where: Codes
+    codes: Codes
+
+
+class Ledger:
+    """The memory of all TP ranks of one decode DP rank, each `shape` a layer."""
+
+    def __init__(self, geometry: Geometry, shape: CacheShape, tp: int) -> None:
+        self.geometry = geometry
+        self.shape = shape
+        self._states = [[0] * geometry.layers for _ in range(tp)]
+        # State n is `_parents[n]` followed by `_copies[n]`; state 0 is empty memory.
+        self._parents = [0]
+        self._copies: list[Copy | None] = [None]
+        self._children: dict[tuple[int, int], int] = {}
+        self._cells: dict[int, Codes] = {}
+        self._counts: dict[tuple[int, int], Count] = {}
+        self._kept: list[Copy | Need] = []  # keeps ids in the two dicts above unique
+
+    def state(self, rank: int, layer: int) -> int:
+        return self._states[rank][layer]
+
+    def land(self, rank: int, layer: int, copy: Copy) -> None:
+        """The batch is in memory from now on."""
+        states = self._states[rank]
+        key = (states[layer], id(copy))
+        child = self._children.get(key)
+        if child is None:
+            child = self._children[key] = len(self._parents)
+            self._parents.append(states[layer])
+            self._copies.append(copy)
+            self._kept.append(copy)
+        states[layer] = child
+
+    def count(self, state: int, need: Need) -> Count:
+        """How much of `need` a layer in this state holds."""
+        key = (state, id(need))
+        count = self._counts.get(key)
+        if count is None:
+            self._kept.append(need)
+            count = self._counts[key] = self._count(state, need)
+        return count
+
+    def _count(self, state: int, need: Need) -> Count:
+        chain = self._chain(state)
+        if any(copy.by_unit for copy in chain):
+            size, tokens = self.shape.block_size, np.arange(self.shape.block_size)
+            held = self._units(chain)[_units_of_cells(self.shape, need.where)]
+            covered = int((held == need.codes[:, None] * size + tokens).all(axis=1).sum())
+            missing = int((held == EMPTY).all(axis=1).sum())
+        else:
+            cells = self._cells_of(state)[need.where]
+            covered = int((cells == need.codes).sum())
+            missing = int((cells == EMPTY).sum())
+        return Count(covered, len(need.where) - covered - missing, missing)
+
+    def changed(self, before: int, after: int, spared: Need | None) -> int:
+        """Number of cells outside `spared` that differ between two states."""
+        chains = self._chain(before), self._chain(after)
+        if any(copy.by_unit for chain in chains for copy in chain):
+            units = self._units(chains[0]) != self._units(chains[1])
+            grid = units.reshape(-1, self.shape.block_size, self.shape.heads)
+            differs = grid.any(axis=1).reshape(-1)
+        else:
+            differs = self._cells_of(before) != self._cells_of(after)
+        if spared is not None:
+            differs = differs.copy()
+            differs[spared.where] = False
+        return int(differs.sum())
+
+    def _chain(self, state: int) -> list[Copy]:
+        chain = []
+        while state:
+            copy = self._copies[state]
+            assert copy is not None
+            chain.append(copy)
+            state = self._parents[state]
+        return chain[::-1]
+
+    def _cells_of(self, state: int) -> Codes:
+        known = self._cells.get(state)
+        if known is not None:
+            return known
+        copy = self._copies[state]
+        if copy is None:
+            cells: Codes = np.zeros(self.shape.cells, dtype=np.int64)
+        else:
+            cells = self._cells_of(self._parents[state]).copy()
+            cells[copy.where] = copy.codes
+        self._cells[state] = cells
+        return cells
+
+    def _units(self, chain: list[Copy]) -> Codes:
+        units: Codes = np.zeros(self.shape.units, dtype=np.int64)
+        tokens = np.arange(self.shape.block_size)
+        for copy in chain:
+            if copy.by_unit:
+                units[copy.where] = copy.codes
+            else:
+                units[_units_of_cells(self.shape, copy.where)] = copy.codes[:, None] * self.shape.block_size + tokens
+        return units
+
+
+def _units_of_cells(shape: CacheShape, cells: Codes) -> Codes:
+    """Unit indices of whole cells, shape [cells, block_size]."""
+    plane_block, slot = np.divmod(cells, shape.heads)
+    tokens = np.arange(shape.block_size)
+    units: Codes = (plane_block[:, None] * shape.block_size + tokens) * shape.heads + slot[:, None]
+    return units

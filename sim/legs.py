@@ -1,0 +1,64 @@
+"""How an engine reads its leg: from the dictionary `kv_transfer_params` to numbers, with the connector's own errors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from sim.errors import PeerRefusal
+from sim.policies import as_int
+from sim.scenario import Endpoint
+
+_ADDRESS_KEYS = ("remote_host", "remote_handshake_port", "remote_notify_port")
+
+
+class Leg(msgspec.Struct, frozen=True, kw_only=True):
+    """What an engine made of its leg. `peer_tp` is the peer's TP size as read, 0 when unknown."""
+
+    transfer_id: Any
+    host: str
+    handshake_port: int
+    notify_port: int
+    peer_tp: Any
+    dp_size: Any
+    dp_rank: Any
+    blocks: Any
+
+
+def transfer_id_of(params: Mapping[str, Any], policy: str, request_id: str) -> Any:
+    """The id under which both engines should know the transfer."""
+    if policy == "synthesised":
+        return params.get("transfer_id") or f"sidecar-{request_id}"
+    if "transfer_id" not in params:
+        raise PeerRefusal("KeyError", "'transfer_id'")
+    return params["transfer_id"]
+
+
+def peer_address(params: Mapping[str, Any], policy: str, peer: Endpoint) -> tuple[str, int, int]:
+    """Host, handshake and notify base port of the peer: named in the params, and in the request id by the router."""
+    named = [params.get(key) for key in _ADDRESS_KEYS]
+    if policy == "params_first" and None not in named:
+        return str(named[0]), as_int(named[1]), as_int(named[2])
+    return peer.host, peer.handshake_port, peer.notify_port
+
+
+def read_leg(params: Mapping[str, Any], me: Endpoint, peer: Endpoint, request_id: str) -> Leg:
+    """Parse a whole leg as prefill does in WRITE and decode in READ. Raises PeerRefusal where the connector raises."""
+    release = me.release
+    transfer_id = transfer_id_of(params, release.transfer_id_missing, request_id)
+    host, handshake_port, notify_port = peer_address(params, release.address, peer)
+    for key in ("remote_block_ids", "remote_engine_id"):
+        if key not in params:
+            raise PeerRefusal("KeyError", repr(key))
+    return Leg(
+        transfer_id=transfer_id,
+        host=host,
+        handshake_port=handshake_port,
+        notify_port=notify_port,
+        peer_tp=release.call("peer_tp")(params, me.tp, peer.tp),
+        dp_size=params.get("remote_dp_size", 1),
+        dp_rank=params.get("remote_dp_rank", 0),
+        blocks=params["remote_block_ids"],
+    )

@@ -1,0 +1,127 @@
+"""From a finished run to its numbers: coverage at go and at the end, outcome of each request, the sets that must agree."""
+
+from __future__ import annotations
+
+import msgspec
+
+from sim.ledger import Count
+from sim.result import Check, RankCoverage, Sets, worst
+from sim.transfer import Transfer
+from sim.world import World
+
+
+class Tally(msgspec.Struct, frozen=True, kw_only=True):
+    """Cells of one decode rank over all its requests, at go and at the end."""
+
+    at_go: Count
+    at_end: Count
+
+
+def _add(a: Count, b: Count) -> Count:
+    return Count(a.covered + b.covered, a.wrong + b.wrong, a.missing + b.missing)
+
+
+def end_count(world: World, transfer: Transfer, tp: int) -> Count:
+    """What rank `tp` holds of a request when the run is over; all missing if decode never allocated blocks."""
+    if not transfer.needs:
+        cells = transfer.request.blocks * world.geometry.planes * world.setup.decode.shape.heads
+        return Count(0, 0, cells * world.geometry.layers)
+    ledger = world.decodes[transfer.request.decode_dp].ledger
+    total = Count(0, 0, 0)
+    for layer in range(world.geometry.layers):
+        total = _add(total, ledger.count(ledger.state(tp, layer), transfer.needs[tp]))
+    return total
+
+
+def request_tallies(world: World, transfer: Transfer) -> list[Tally]:
+    """One tally for each TP rank of the decode DP rank that has the request."""
+    tallies = []
+    for tp in range(world.setup.decode.tp):
+        at_end = end_count(world, transfer, tp)
+        tallies.append(Tally(at_go=transfer.at_go[tp] if transfer.went else at_end, at_end=at_end))
+    return tallies
+
+
+def request_outcome(world: World, transfer: Transfer, tallies: list[Tally]) -> str:
+    """The worst that can be said of one request."""
+    prefill = world.prefills[transfer.request.prefill_dp]
+    decode = world.decodes[transfer.request.decode_dp]
+    said = ["ok"]
+    if transfer.bad_end:
+        said.append(transfer.bad_end)
+    if transfer.went and any(tally.at_go.covered < tally.at_go.cells for tally in tallies):
+        said.append("corrupt")
+    if prefill.crashed or decode.crashed:
+        said.append("crash")
+    if not transfer.ended:
+        said.append("hang")
+    if transfer.index in prefill.pool.held or (transfer.ended and transfer.index in decode.pool.held):
+        said.append("leak")
+    if transfer.timer_fired and transfer.bad_end != "failed":
+        said.append("degraded")
+    return worst(said)
+
+
+def rank_coverages(world: World, tallies: list[list[Tally]]) -> list[RankCoverage]:
+    """Coverage of every decode rank, in (dp, tp) order; `tallies` are those of the requests, in order."""
+    decode = world.setup.decode
+    told = {(event.actor, event.request) for event in world.history.events("told")}
+    ranks = []
+    for dp in range(decode.dp):
+        mine = [t for t in world.transfers if t.request.decode_dp == dp]
+        for tp in range(decode.tp):
+            total = Count(0, 0, 0)
+            for transfer in mine:
+                total = _add(total, tallies[transfer.index][tp].at_go)
+            name = decode.rank_name(dp, tp)
+            ranks.append(
+                RankCoverage(
+                    dp=dp,
+                    tp=tp,
+                    coverage=total.covered / total.cells if mine else None,
+                    wrong=total.wrong / total.cells if mine else None,
+                    missing=total.missing / total.cells if mine else None,
+                    told=all((name, t.index) in told for t in mine) if mine else None,
+                )
+            )
+    return ranks
+
+
+def sets_of(world: World, ranks: list[RankCoverage]) -> Sets:
+    """Names of ranks, in (dp, tp) order."""
+    decode, prefill, history = world.setup.decode, world.setup.prefill, world.history
+    landed = {e.peer for e in history.events("wrote", "read") if e.detail != "astray"}
+    heard = {e.actor for e in history.events("blocks_ready" if world.mode == "write" else "release")}
+    released = {e.actor for e in history.events("released")}
+    return Sets(
+        needed=[decode.rank_name(r.dp, r.tp) for r in ranks if r.coverage is not None],
+        written=[name for name in decode.rank_names() if name in landed],
+        told=[decode.rank_name(r.dp, r.tp) for r in ranks if r.told],
+        prefill_told=[name for name in prefill.rank_names() if name in heard],
+        prefill_released=[name for name in prefill.rank_names() if name in released],
+    )
+
+
+def checks_of(world: World, ranks: list[RankCoverage], sets: Sets, outcomes: list[str]) -> list[Check]:
+    """The properties that a good run has, each with its verdict."""
+    went = [t for t in world.transfers if t.went]
+    short = [t.index for t in went if any(c.covered < c.cells for c in t.at_go)]
+    held = [o for o in outcomes if o in ("leak", "hang")]
+    unended = [t.index for t in world.transfers if not t.ended]
+
+    def check(name: str, good: bool, reason: str, known: bool = True) -> Check:
+        return Check(name=name, verdict=("pass" if good else "fail") if known else "unknown", reason=reason)
+
+    return [
+        check("coverage-at-go", not short, f"requests {short} went with cells missing or wrong" if short else
+              ("no request went" if not went else "all cells were there"), known=bool(went)),
+        check("told-written-needed", sets.needed == sets.written == sets.told,
+              f"needed {len(sets.needed)}, written {len(sets.written)}, told {len(sets.told)} ranks"),
+        check("no-stray-write", world.stray == 0, f"{world.stray} cells of other requests or free blocks changed"),
+        check("every-request-ends", not unended, f"requests {unended} never ended" if unended else "all ended"),
+        check("nothing-held", not held and not any(t.timer_fired for t in world.transfers),
+              "blocks held for ever" if held else
+              "blocks held until a timer" if any(t.timer_fired for t in world.transfers) else "all blocks free again"),
+        check("engine-alive", not any(e.crashed for e in world.engines),
+              "; ".join(e.crashed for e in world.engines if e.crashed) or "both engines live"),
+    ]  # fmt: skip

@@ -1,0 +1,455 @@
+"""Every rule in which releases of the connector differ: one registry, field → name → meaning and pure function.
+
+A `ConnectorRelease` names one policy a field; protocol code calls what the name resolves to and never asks which
+version it is. Sources: the released files of vLLM 0.24.0–0.33.0, and the public reports named in the texts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
+
+from sim.errors import PeerRefusal
+from sim.geometry import CacheShape, Geometry
+
+Params = Mapping[str, Any]
+
+
+class Policy(msgspec.Struct, frozen=True):
+    """One way to do something: what it means, and the function that does it (None when the name says it all)."""
+
+    text: str
+    call: Callable[..., Any] | None = None
+
+
+class Target(msgspec.Struct, frozen=True):
+    """What one prefill rank gives to decode rank `tp_rank`: local heads [local, local+count) into slot `remote`.
+
+    `writers` prefill ranks give something to that decode rank, each sends one write-done.
+    """
+
+    tp_rank: int
+    local: int
+    remote: int
+    count: int
+    writers: int = 1
+
+
+# -- peer TP size ------------------------------------------------------------------------------------------------
+
+
+def tp_size_or_1(params: Params, own: int, truth: int) -> Any:
+    return params.get("tp_size", 1)
+
+
+def remote_tp_size_or_tp_size_or_0(params: Params, own: int, truth: int) -> Any:
+    return as_int(params.get("remote_tp_size") or params.get("tp_size") or 0)
+
+
+def true_size(params: Params, own: int, truth: int) -> Any:
+    return truth
+
+
+def remote_tp_size_or_tp_size_or_own(params: Params, own: int, truth: int) -> int:
+    return as_int(params.get("remote_tp_size") or params.get("tp_size") or own)
+
+
+def own_size(params: Params, own: int, truth: int) -> int:
+    return own
+
+
+def as_int(value: Any) -> int:
+    """Python's int(), with its error as the connector's."""
+    try:
+        return int(value)
+    except TypeError as error:
+        raise PeerRefusal("TypeError", f"int({value!r}): {error}") from None
+    except (ValueError, OverflowError) as error:
+        raise PeerRefusal("ValueError", f"int({value!r}): {error}") from None
+
+
+def keep(size: int, own: int) -> int:
+    return size
+
+
+def zero_is_own(size: int, own: int) -> int:
+    return own if size == 0 else size
+
+
+def non_positive_is_own(size: int, own: int) -> int:
+    return own if size <= 0 else size
+
+
+# -- rank maps ---------------------------------------------------------------------------------------------------
+
+
+def floor_rank(rank: int, own: int, peer: int) -> int:
+    """The one peer rank of `rank` of `own` ranks among `peer` ranks (vllm#46332)."""
+    if peer <= 0:
+        raise PeerRefusal("ValueError", f"peer TP size must be positive, not {peer}")
+    if peer >= own:
+        if peer % own:
+            raise PeerRefusal("ValueError", f"peer TP size {peer} is not a multiple of {own}")
+        return rank * (peer // own)
+    if own % peer:
+        raise PeerRefusal("ValueError", f"TP size {own} is not a multiple of the peer's {peer}")
+    return rank // (own // peer)
+
+
+def map_own(rank: int, own: int, peer: int, geometry: Geometry) -> list[Target]:
+    return [Target(rank, 0, 0, geometry.heads_per_rank(own))]
+
+
+def map_floor(rank: int, own: int, peer: int, geometry: Geometry) -> list[Target]:
+    return [Target(floor_rank(rank, own, peer), 0, 0, geometry.heads_per_rank(own))]
+
+
+def _check_pair(a: int, b: int, geometry: Geometry) -> None:
+    larger, smaller = max(a, b), min(a, b)
+    if smaller <= 0:
+        raise PeerRefusal("ValueError", "TP sizes must be positive")
+    if larger % smaller:
+        raise PeerRefusal("ValueError", f"one of TP sizes {a} and {b} must be a multiple of the other")
+    if a != b:
+        for size in (a, b):
+            geometry.heads_of(0, size)
+
+
+def map_fan(rank: int, own: int, peer: int, geometry: Geometry) -> list[Target]:
+    """Fan out to every peer rank that needs part of ours, or fan in with our neighbours (0.33.0, protocol of WRITE).
+
+    Where several ranks hold the same head or latent, only the first of the group writes it.
+    """
+    _check_pair(own, peer, geometry)
+    mine = geometry.heads_of(rank, own)
+    if peer >= own:
+        spread = peer // own
+        return [
+            Target(t, geometry.heads_of(t, peer).start - mine.start, 0, geometry.heads_per_rank(peer))
+            for t in range(rank * spread, (rank + 1) * spread)
+        ]
+    group = own // peer
+    target = rank // group
+    starts = [geometry.heads_of(p, own).start for p in range(target * group, (target + 1) * group)]
+    if starts.index(mine.start) != rank - target * group:
+        return []
+    slot = mine.start - geometry.heads_of(target, peer).start
+    return [Target(target, 0, slot, len(mine), writers=len(set(starts)))]
+
+
+def read_own(rank: int, own: int, peer: int, geometry: Geometry) -> list[Target]:
+    return [Target(rank, 0, 0, geometry.heads_per_rank(own))]
+
+
+def read_floor(rank: int, own: int, peer: int, geometry: Geometry) -> list[Target]:
+    return [Target(floor_rank(rank, own, peer), 0, 0, geometry.heads_per_rank(own))]
+
+
+def read_gather(rank: int, own: int, peer: int, geometry: Geometry) -> list[Target]:
+    """The mirror of `map_fan` seen from decode: every prefill rank that holds a part first. Only in `reference`.
+
+    In the result `local` is the slot of the decode rank and `remote` the head slot at the prefill rank.
+    """
+    _check_pair(own, peer, geometry)
+    sources = range(rank * peer // own, max(rank * peer // own + 1, (rank + 1) * peer // own))
+    return [
+        Target(source, target.remote, target.local, target.count)
+        for source in sources
+        for target in map_fan(source, peer, own, geometry)
+        if target.tp_rank == rank
+    ]
+
+
+# -- ports -------------------------------------------------------------------------------------------------------
+
+
+def dp_plus_tp(dp: int, tp: int, tp_size: int) -> int:
+    return dp + tp
+
+
+def dp_times_tp_plus_tp(dp: int, tp: int, tp_size: int) -> int:
+    return dp * tp_size + tp
+
+
+# -- who is told -------------------------------------------------------------------------------------------------
+
+
+def done_own_rank(rank: int, targets: list[Target]) -> list[int]:
+    return [rank]
+
+
+def done_targets(rank: int, targets: list[Target]) -> list[int]:
+    return [target.tp_rank for target in targets]
+
+
+def gate_open(params: Params, dp: int, pod: int) -> bool:
+    return True
+
+
+def gate_leader_override_master(params: Params, dp: int, pod: int) -> bool:
+    """Which decode DP rank announces its blocks (0.28+): leader flag, else pinned rank, else the first pod."""
+    leader = params.get("is_request_leader")
+    if leader is not None:
+        return bool(leader)
+    if params.get("remote_dp_rank_override"):
+        return bool(dp == params.get("remote_dp_rank", 0))
+    return pod == 0
+
+
+def release_own_rank(rank: int, sources: list[int], own: int, peer: int) -> list[int]:
+    return [rank]
+
+
+def release_sources(rank: int, sources: list[int], own: int, peer: int) -> list[int]:
+    return sources
+
+
+def release_holders(rank: int, sources: list[int], own: int, peer: int) -> list[int]:
+    """All prefill ranks that hold blocks for this decode rank, read or not (0.33.0)."""
+    if peer == own:
+        return sources
+    if peer < own:
+        return [floor_rank(rank, own, peer)]
+    first = floor_rank(rank, own, peer)
+    return list(range(first, first + peer // own))
+
+
+def acks_any(own: int, consumer: int) -> int:
+    return 1
+
+
+def acks_fan_in(own: int, consumer: int) -> int:
+    """How many releases a prefill rank waits for (vllm#46332)."""
+    if consumer <= own:
+        return 1
+    if consumer % own:
+        raise PeerRefusal("ValueError", f"consumer TP size {consumer} is not a multiple of {own}")
+    return consumer // own
+
+
+# -- guards and pairing ------------------------------------------------------------------------------------------
+
+
+def guard_none(own: int, peer: int, mine: CacheShape, theirs: CacheShape, geometry: Geometry) -> None:
+    return None
+
+
+def guard_replicated(own: int, peer: int, mine: CacheShape, theirs: CacheShape, geometry: Geometry) -> None:
+    """Unequal TP only when every rank of both sides holds one replicated head, or the latent (vllm#46332)."""
+    if own <= 0 or peer <= 0:
+        raise PeerRefusal("ValueError", f"TP sizes must be positive, not {own} and {peer}")
+    if geometry.mla or own == peer or min(own, peer) >= geometry.kv_heads:
+        return
+    raise PeerRefusal(
+        "NotImplementedError", f"unequal TP ({own} and {peer}) with {geometry.kv_heads} KV heads that are not replicated"
+    )
+
+
+def guard_layouts(own: int, peer: int, mine: CacheShape, theirs: CacheShape, geometry: Geometry) -> None:
+    """First the layouts that both sides advertised, then, if they are equal, `guard_replicated` (0.33.0).
+
+    A layout names the start of the V plane and so the pool size: with unequal pools only heads a rank are compared.
+    """
+    if not geometry.mla and mine.heads != theirs.heads:
+        raise PeerRefusal("MoRIIOError", f"{mine.heads} heads a rank here, {theirs.heads} at the peer")
+    if geometry.mla or mine.num_blocks == theirs.num_blocks:
+        guard_replicated(own, peer, mine, theirs, geometry)
+
+
+def pair_equal(local: list[int], remote: list[int]) -> list[tuple[int, int]]:
+    if len(local) != len(remote):
+        raise PeerRefusal("ValueError", f"{len(local)} local blocks and {len(remote)} remote blocks")
+    return list(zip(local, remote, strict=True))
+
+
+def pair_head(local: list[int], remote: list[int]) -> list[tuple[int, int]]:
+    """First with first; the rest of a longer remote list stays unwritten (0.26+)."""
+    if len(local) > len(remote):
+        raise PeerRefusal("ValueError", f"{len(local)} local blocks and only {len(remote)} remote blocks")
+    return list(zip(local, remote, strict=False))
+
+
+def read_pair_exact(local: list[int], remote: list[int]) -> list[tuple[int, int]]:
+    if len(local) > len(remote):
+        raise PeerRefusal("AssertionError", "more local than remote blocks")
+    return pair_equal(local, remote)
+
+
+def read_pair_remote_tail_as_local(local: list[int], remote: list[int]) -> list[tuple[int, int]]:
+    """A shorter local list is *replaced* by the tail of the remote one: foreign blocks are overwritten (vllm#48471)."""
+    if len(local) > len(remote):
+        raise PeerRefusal("AssertionError", "more local than remote blocks")
+    if len(local) < len(remote):
+        local = remote[-len(local) :]
+    return list(zip(local, remote, strict=False))
+
+
+def read_pair_head(local: list[int], remote: list[int]) -> list[tuple[int, int]]:
+    """A shorter local list is paired with the head of the remote one: shifted by the prefix (0.30)."""
+    if len(local) > len(remote):
+        raise PeerRefusal("AssertionError", "more local than remote blocks")
+    return list(zip(local, remote, strict=False))
+
+
+def read_pair_suffix(local: list[int], remote: list[int]) -> list[tuple[int, int]]:
+    """A shorter local list is the suffix that the prefix cache lacks; one lookahead block too many is cut (0.31+)."""
+    if len(local) > len(remote) + 1:
+        raise PeerRefusal("ValueError", f"{len(local)} local blocks and only {len(remote)} remote blocks")
+    local = local[: len(remote)]
+    return list(zip(local, remote[len(remote) - len(local) :], strict=True))
+
+
+POLICIES: dict[str, dict[str, Policy]] = {
+    "peer_tp": {
+        "tp_size_or_1": Policy("`tp_size`, default 1; `remote_tp_size` is not read (vllm#46332)", tp_size_or_1),
+        "remote_tp_size_or_tp_size_or_0": Policy(
+            "`remote_tp_size`, else `tp_size`, else 0 = unknown (vllm#47764)", remote_tp_size_or_tp_size_or_0
+        ),
+        "true_size": Policy("the size that the peer itself has", true_size),
+    },
+    "unknown_tp_map": {
+        "refused": Policy("the rank map refuses a size of 0 or less", keep),
+        "zero_is_own": Policy("0 counts as our own size in the rank map (vllm#47764)", zero_is_own),
+        "non_positive_is_own": Policy("0 or less counts as our own size in the rank map (a draft)", non_positive_is_own),
+    },
+    "unknown_tp_guard": {
+        "refused": Policy("the KV-head guard refuses a size of 0 or less", keep),
+        "zero_is_own": Policy("0 counts as our own size in the KV-head guard (vllm#47764)", zero_is_own),
+        "non_positive_is_own": Policy("0 or less counts as our own size in the guard (a draft)", non_positive_is_own),
+    },
+    "write_map": {
+        "own_rank": Policy("prefill rank r writes to decode rank r", map_own),
+        "floor": Policy("each prefill rank writes whole blocks to one decode rank", map_floor),
+        "fan": Policy("each prefill rank writes to every decode rank that needs its heads", map_fan),
+    },
+    "write_map_error": {
+        "task_fails": Policy("a refused map is logged; the write task fails, the request hangs"),
+        "forward_raises": Policy("a refused map raises in prefill's forward: the engine is lost"),
+        "request_refused": Policy("both engines refuse the request before anything moves"),
+    },
+    "write_plan": {
+        "local_strides": Policy("whole blocks, with our own block length also at the peer"),
+        "head_slices": Policy("head by head, with the layout that the peer advertised (0.33.0)"),
+    },
+    "write_pairing": {
+        "equal": Policy("block lists of equal length only", pair_equal),
+        "head": Policy("a shorter local list is written to the head of the remote one", pair_head),
+    },
+    "ports": {
+        "dp_plus_tp": Policy("rank (dp, tp) binds base + dp + tp, so DP and TP together collide", dp_plus_tp),
+        "dp_times_tp_plus_tp": Policy("rank (dp, tp) binds base + dp × TP + tp", dp_times_tp_plus_tp),
+    },
+    "dial": {
+        "dp_plus_tp": Policy("dials base + dp + tp", dp_plus_tp),
+        "dp_times_tp_plus_tp": Policy("dials base + dp × (peer TP as read) + tp; an unknown size erases dp", dp_times_tp_plus_tp),
+    },
+    "address": {
+        "params_first": Policy("peer address from the params if complete, else from the request id"),
+        "request_id_first": Policy("peer address from the request id, else from the params"),
+    },
+    "blocks_ready_width": {
+        "own_size": Policy("decode tells as many prefill ranks as it has itself", own_size),
+        "remote_tp_size_or_tp_size_or_own": Policy(
+            "decode tells as many prefill ranks as its leg says, else as it has itself (0.33.0)",
+            remote_tp_size_or_tp_size_or_own,
+        ),
+        "true_size": Policy("decode tells every prefill rank", true_size),
+    },
+    "blocks_ready_gate": {
+        "none": Policy("the decode DP rank that has the request tells", gate_open),
+        "leader_override_master": Policy(
+            "`is_request_leader`, else `remote_dp_rank_override`, else only the first pod tells (0.28+)",
+            gate_leader_override_master,
+        ),
+    },
+    "write_done_to": {
+        "own_rank": Policy("write-done goes to the decode rank of our own number", done_own_rank),
+        "targets": Policy("write-done goes to every decode rank written", done_targets),
+    },
+    "completion": {
+        "first_message": Policy("a decode rank is complete at the first write-done"),
+        "all_writers": Policy("a decode rank is complete when all its writers said so"),
+    },
+    "expiry": {
+        "silent": Policy("prefill frees its blocks when decode's never arrive, decode is told nothing"),
+        "write_failed": Policy("prefill frees its blocks and tells decode, which fails the request (0.33.0)"),
+    },
+    "reaper": {
+        "both_modes": Policy("prefill's scheduler frees unacknowledged blocks after the defer timeout"),
+        "read_only": Policy("as before in READ; in WRITE it waits for the ranks without limit (0.33.0)"),
+    },
+    "transfer_id_missing": {
+        "key_error": Policy("a missing `transfer_id` kills the engine that reads it"),
+        "synthesised": Policy("each engine makes up an id of its own, so that they differ"),
+        "request_refused": Policy("the request is refused"),
+    },
+    "match_write": {
+        "always": Policy("every request of a WRITE decode engine waits for remote KV"),
+        "if_do_remote_prefill": Policy("only a request with `do_remote_prefill` waits for remote KV"),
+    },
+    "match_read": {
+        "always": Policy("every request of a READ decode engine counts its prompt as loaded"),
+        "if_do_remote_prefill": Policy("only a request with `do_remote_prefill` does"),
+    },
+    "prefill_leg_read": {
+        "both_modes": Policy("prefill parses its whole leg in READ too, so that a missing key kills it"),
+        "write_only": Policy("in READ prefill does not parse the peer's part of its leg (0.31+)"),
+    },
+    "read_failure": {
+        "garbage": Policy("a failed read is logged and decode goes on"),
+        "load_errors": Policy("a failed read is reported and the request fails (0.31+)"),
+    },
+    "read_map": {
+        "own_rank": Policy("decode rank r reads from prefill rank r", read_own),
+        "floor": Policy("each decode rank reads from one prefill rank", read_floor),
+        "gather": Policy("each decode rank reads from every prefill rank that holds its heads", read_gather),
+    },
+    "read_flex": {
+        "none": Policy("the source is fixed"),
+        "mla_tp1": Policy("a decode engine of TP 1 with MLA goes round the prefill ranks"),
+    },
+    "read_dp": {
+        "zero": Policy("reads from prefill DP rank 0"),
+        "param": Policy("reads from the prefill DP rank that `remote_dp_rank` names"),
+    },
+    "read_handshake": {
+        "lazy": Policy("handshakes while loading, and goes on without them after the transfer timeout"),
+        "eager_vote": Policy("handshakes with every prefill rank first; all ranks vote, without a limit"),
+    },
+    "read_guard": {
+        "none": Policy("no check of the KV heads", guard_none),
+        "replicated_heads": Policy("unequal TP only with replicated heads or MLA", guard_replicated),
+        "layouts": Policy("as `replicated_heads`, and heads a rank must be equal", guard_layouts),
+    },
+    "read_pairing": {
+        "exact": Policy("equal lists only", read_pair_exact),
+        "remote_tail_as_local": Policy("a shorter local list becomes the tail of the remote one", read_pair_remote_tail_as_local),
+        "head": Policy("a shorter local list takes the head of the remote one", read_pair_head),
+        "suffix": Policy("a shorter local list takes the tail of the remote one", read_pair_suffix),
+    },
+    "read_barrier": {
+        "none": Policy("a layer is used whether it landed or not"),
+        "per_layer": Policy("each layer waits for its own read (vllm#48534)"),
+        "step": Policy("the forward starts when every read of the step landed"),
+    },
+    "read_done": {
+        "last_layer": Policy("the read counts as done with its last layer"),
+        "all_layers": Policy("the read is done with all its layers"),
+    },
+    "release_to": {
+        "own_rank": Policy("decode rank r releases prefill rank r", release_own_rank),
+        "sources": Policy("each decode rank releases the rank that it read", release_sources),
+        "holders": Policy("each decode rank releases every prefill rank that holds blocks for it", release_holders),
+    },
+    "release_port": {
+        "tp": Policy("at base + tp, so DP rank 0"),
+        "raw": Policy("at base + dp × (peer TP as read) + tp"),
+        "effective": Policy("at base + dp × (peer TP, own size if unknown) + tp"),
+    },
+    "acks": {
+        "any": Policy("the first release completes a prefill rank", acks_any),
+        "fan_in": Policy("a prefill rank waits for decode TP / prefill TP releases", acks_fan_in),
+    },
+}  # fmt: skip

@@ -1,0 +1,136 @@
+"""The result of a run: the same object from every tier (`--json` prints it)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any, Literal
+
+import msgspec
+
+RESULT_SCHEMA = 1
+
+# From best to worst; a run is as bad as its worst request.
+OUTCOMES = ("ok", "refused", "recomputed", "failed", "degraded", "leak", "hang", "crash", "corrupt")
+GOOD = ("ok", "refused", "recomputed")
+MEANING = {
+    "ok": "every decode rank had its cells at go, nothing was held",
+    "refused": "a clear error before anything moved, nothing held",
+    "recomputed": "decode prefilled locally",
+    "failed": "the request ended with an error in bounded time, nothing held",
+    "degraded": "right data, but blocks were held until a timer fired",
+    "leak": "something is held for ever",
+    "hang": "decode was never told, the request never ended",
+    "crash": "an engine or its step died, other requests with it",
+    "corrupt": "decode ran on missing or wrong cells",
+    "vacuous": "a planned fault never fired: the run proves nothing",
+}
+
+
+class RankCoverage(msgspec.Struct, frozen=True, kw_only=True):
+    """Fractions of the cells that one decode rank needs, at go; None when it needs none."""
+
+    dp: int
+    tp: int
+    coverage: float | None
+    wrong: float | None
+    missing: float | None
+    told: bool | None
+
+
+class Sets(msgspec.Struct, frozen=True, kw_only=True):
+    """Who needed, got and was told: their disagreement is the explanation. None: not observable at this tier."""
+
+    needed: list[str]
+    written: list[str]
+    told: list[str]
+    prefill_told: list[str] | None
+    prefill_released: list[str] | None
+
+
+class Finding(msgspec.Struct, frozen=True, kw_only=True):
+    """One thing that went wrong, and why, nearest cause first."""
+
+    kind: str
+    text: str
+    causes: list[str]
+
+
+class Check(msgspec.Struct, frozen=True, kw_only=True):
+    """One named property of the run; unknown is never a pass."""
+
+    name: str
+    verdict: Literal["pass", "fail", "unknown"]
+    reason: str
+
+
+class FaultFired(msgspec.Struct, frozen=True, kw_only=True):
+    """How often a planned fault changed something."""
+
+    fault: str
+    fired: int
+
+
+class Result(msgspec.Struct, frozen=True, kw_only=True):
+    """What came of one scenario on one tier."""
+
+    schema: int = RESULT_SCHEMA
+    tier: str
+    release: str
+    decode_release: str
+    mode: str
+    model: str
+    router: str
+    seed: int
+    prefill: dict[str, int]
+    decode: dict[str, int]
+    outcome: str
+    coverage: float
+    coverage_end: float
+    wrong: float
+    stray: int | None
+    by_rank: list[RankCoverage]
+    by_request: list[str]
+    sets: Sets
+    findings: list[Finding]
+    checks: list[Check]
+    faults: list[FaultFired]
+    digest: str | None
+    events: int
+    virtual_ns: int | None
+    seconds: float
+    replay: str
+
+    def to_json(self) -> str:
+        """One line of JSON."""
+        return msgspec.json.encode(self).decode()
+
+    def to_dict(self) -> dict[str, Any]:
+        built: dict[str, Any] = msgspec.to_builtins(self)
+        return built
+
+
+def worst(outcomes: list[str]) -> str:
+    """The worst of some outcomes; `vacuous` is decided elsewhere."""
+    return max(outcomes, key=OUTCOMES.index, default="ok")
+
+
+class Summary(msgspec.Struct, frozen=True):
+    """What a matrix found: how many pairings are bad, and one line that says so."""
+
+    bad: int
+    line: str
+
+
+def summarize(results: list[Result]) -> Summary:
+    """Count outcomes by mode; a vacuous run is not good either."""
+    bad = sum(result.outcome not in GOOD for result in results)
+    parts = []
+    for mode in dict.fromkeys(result.mode for result in results):
+        counts = Counter(result.outcome for result in results if result.mode == mode)
+        told = ", ".join(f"{counts[o]} {o}" for o in (*OUTCOMES, "vacuous") if counts[o])
+        parts.append(f"{mode.upper()} {told}")
+    releases = results[0].release
+    if results[0].decode_release != releases:
+        releases += f" → {results[0].decode_release}"
+    verdict = "every pairing is good" if not bad else f"{bad} of {len(results)} pairings are not good"
+    return Summary(bad, f"{releases}: {verdict} ({'; '.join(parts)})")

@@ -1,0 +1,118 @@
+"""Tables of what there is to choose from."""
+
+from __future__ import annotations
+
+import json
+
+from rich.table import Table
+from rich.text import Text
+
+from faults import FaultKind
+from sim.policies import POLICIES
+from sim.presets import Preset
+from sim.releases import ConnectorRelease
+from sim.routers import Router
+from sim.show import console
+
+
+def show_releases(records: list[ConnectorRelease], by_policy: bool, show_all: bool) -> None:
+    """Either every policy with the releases that follow it, or the named releases side by side."""
+    if by_policy:
+        _show_by_policy(records, show_all)
+    else:
+        _show_side_by_side(records, show_all)
+
+
+def _differs(records: list[ConnectorRelease], field: str) -> bool:
+    return len({getattr(record, field) for record in records}) > 1
+
+
+def _show_by_policy(records: list[ConnectorRelease], show_all: bool) -> None:
+    out = console()
+    for field, names in POLICIES.items():
+        if not (show_all or _differs(records, field)):
+            continue
+        out.print(Text(field, style="bold"))
+        for name, policy in names.items():
+            followers = _runs([getattr(record, field) == name for record in records], [r.name for r in records])
+            if followers or show_all:
+                out.print(Text(f"  {name}: {followers or 'no release'}"))
+                out.print(Text(f"      {policy.text}", style="dim"))
+
+
+def _runs(flags: list[bool], names: list[str]) -> str:
+    """`0.24.0–0.26.0, 0.33.0` for the flagged names, in their order."""
+    parts: list[list[str]] = []
+    for index, flag in enumerate(flags):
+        if flag and index and flags[index - 1] and names[index] != "reference":
+            parts[-1].append(names[index])
+        elif flag:
+            parts.append([names[index]])
+    return ", ".join(part[0] if len(part) == 1 else f"{part[0]}–{part[-1]}" for part in parts)
+
+
+def _show_side_by_side(records: list[ConnectorRelease], show_all: bool) -> None:
+    out = console()
+    table = Table(show_lines=False)
+    table.add_column("policy", no_wrap=True)
+    for record in records:
+        table.add_column(record.name, overflow="fold")
+    for field in POLICIES:
+        if not (show_all or _differs(records, field) or len(records) == 1):
+            continue
+        cells, before = [], None
+        for record in records:
+            value = getattr(record, field)
+            changed = before is not None and value != before
+            cells.append(Text(f"* {value}" if changed else value, style="bold" if changed else ""))
+            before = value
+        table.add_row(field, *cells)
+    if table.row_count:
+        out.print(table)
+        out.print("* differs from the release to its left; `kvcover releases` explains the names")
+    else:
+        out.print(f"{', '.join(record.name for record in records)}: no policy differs")
+
+
+def show_models(presets: list[Preset]) -> None:
+    """Geometry and source of each preset."""
+    out = console()
+    table = Table()
+    for column in ("model", "layers", "KV heads", "head", "bytes/token/layer"):
+        table.add_column(column, justify="left" if column == "model" else "right")
+    for preset in presets:
+        g = preset.geometry
+        table.add_row(preset.name, str(g.layers), "MLA" if g.mla else str(g.kv_heads), str(g.head_dim),
+                      str(g.planes * g.kv_heads * g.head_bytes))  # fmt: skip
+    out.print(table)
+    out.print("bytes for bf16, of all heads together; sources:")
+    for preset in presets:
+        out.print(Text(f"  {preset.name}: {preset.source}"))
+
+
+def show_routers(routers: list[Router], mode: str) -> None:
+    """Each leg's params; values with $ are filled in at run time."""
+    out = console()
+    for router in routers:
+        out.print(Text(router.name, style="bold"))
+        for side, template in zip(("prefill", "decode"), router.legs(mode), strict=True):
+            whole = side == "decode" and mode == "read" and router.forwards_response
+            forwarded = " (over prefill's whole answer)" if whole else ""
+            out.print(Text(f"  {side} leg{forwarded}: " + ", ".join(f"{k}={_value(v)}" for k, v in template.items())))
+        pinned = [side for side in ("prefill", "decode") if f"{mode}_{side}" in router.pins]
+        if pinned:
+            out.print(Text(f"  remote_dp_rank on the {' and '.join(pinned)} leg when the other side has several DP ranks"))
+        out.print(Text(f"  source: {router.source}", style="dim"))
+
+
+def _value(value: object) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def show_faults(kinds: list[FaultKind]) -> None:
+    """Each kind with its syntax, point, tiers and the report that motivates it."""
+    out = console()
+    for kind in kinds:
+        out.print(Text(kind.name, style="bold").append(f"  {kind.syntax}", style=""))
+        out.print(Text(f"    {kind.text}; acts at {kind.point}, on tiers {', '.join(kind.tiers)}; seen in {kind.report}"))
+    out.print("Without @LEG a key fault acts on both legs, without #REQUEST on every request.")

@@ -1,0 +1,93 @@
+"""One request on its way: what both engines know of it, and what became of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from sim.geometry import Geometry
+from sim.ledger import Codes, Count, Need, cell_index, code_of
+from sim.scenario import Endpoint, Request
+
+
+class BlockPool:
+    """Block ids of one DP rank, handed out in order and given back to the end, as vLLM's free queue does."""
+
+    def __init__(self, num_blocks: int, reserved: set[int]) -> None:
+        self._free = [block for block in range(1, num_blocks) if block not in reserved]
+        self.held: dict[int, Codes] = {}
+
+    def take(self, request: int, count: int, fixed: tuple[int, ...] | None) -> Codes:
+        """Blocks of a request, shape [count]."""
+        if fixed is not None:
+            blocks = np.array(fixed, dtype=np.int64)
+        else:
+            blocks = np.array(self._free[:count], dtype=np.int64)
+            del self._free[:count]
+        self.held[request] = blocks
+        return blocks
+
+    def give_back(self, request: int) -> bool:
+        blocks = self.held.pop(request, None)
+        if blocks is None:
+            return False
+        self._free.extend(blocks.tolist())
+        return True
+
+
+class Transfer:
+    """Run-time state of one request. `contents` numbers its token blocks, shape [blocks]."""
+
+    def __init__(self, request: Request, first_content: int, decode: Endpoint, geometry: Geometry) -> None:
+        self.request = request
+        self.index = request.index
+        self.contents = np.arange(first_content, first_content + request.blocks, dtype=np.int64)
+        self.router_id = f"tx-{request.index}"
+        self.prefill_blocks: Codes | None = None
+        self.decode_blocks: Codes | None = None
+        self.needs: list[Need] = []
+        self.at_go: list[Count] = []
+        self.went = False
+        self.ended = False
+        self.bad_end = ""  # refused, failed, recomputed or crash
+        self.timer_fired = False
+        self._decode = decode
+        self._geometry = geometry
+
+    def admit(self, blocks: Codes) -> None:
+        """Decode allocated `blocks`: from now on it is known which cells each of its TP ranks needs."""
+        self.decode_blocks = blocks
+        self.at_go = [Count(0, 0, 0)] * self._decode.tp
+        for tp in range(self._decode.tp):
+            where, codes = [], []
+            for slot, head in enumerate(self._geometry.heads_of(tp, self._decode.tp)):
+                for plane in range(self._geometry.planes):
+                    where.append(cell_index(self._decode.shape, plane, blocks, slot))
+                    codes.append(code_of(self._geometry, self.contents, plane, head))
+            self.needs.append(Need(np.concatenate(where), np.concatenate(codes)))
+
+    def used(self, tp: int, count: Count) -> None:
+        """Add what one layer of rank `tp` held when decode used it."""
+        so_far = self.at_go[tp]
+        self.at_go[tp] = Count(so_far.covered + count.covered, so_far.wrong + count.wrong, so_far.missing + count.missing)
+
+
+def response_of(params: dict[str, Any], me: Endpoint, dp: int, transfer: Transfer) -> dict[str, Any]:
+    """What prefill's engine answers the router with when its request finished (vLLM's `request_finished`)."""
+    assert transfer.prefill_blocks is not None
+    answer = {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "remote_block_ids": transfer.prefill_blocks.tolist(),
+        "remote_engine_id": f"{me.host}:{me.handshake_port}",
+        "remote_host": me.host,
+        "remote_handshake_port": str(me.handshake_port),
+        "remote_notify_port": str(me.notify_port),
+        "remote_dp_size": me.dp,
+        "tp_size": me.tp,
+        "transfer_id": params.get("transfer_id"),
+    }
+    if me.release.transfer_id_missing != "key_error":  # 0.28+ echoes the rank that the request ran on
+        answer |= {"remote_dp_rank": dp, "remote_dp_rank_override": True, "remote_dp_size_local": me.dp}
+    return answer

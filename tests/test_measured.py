@@ -1,0 +1,54 @@
+"""The model against `data/measured.toml`: what the real connector of each release did with tagged bytes."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sim import Result, build, run
+
+ROWS: list[dict[str, Any]] = tomllib.loads((Path(__file__).parent / "data" / "measured.toml").read_text())["row"]
+SHORT_DEFER_S = 2.0
+
+
+def scenario_of(row: dict[str, Any]) -> dict[str, Any]:
+    """A row's inputs as a scenario; bytes land at once, as in the loopback `mori.io` that measured them."""
+    return {
+        "release": row["release"],
+        "mode": row["mode"],
+        "prefill": {**row["prefill"], "num_blocks": row["prefill_num_blocks"]},
+        "decode": {**row["decode"], "num_blocks": row["decode_num_blocks"]},
+        "model": row["model"],
+        "kv_dtype": "fp32",
+        "block_size": row["block_size"],
+        "prompt_tokens": row["prompt_tokens"],
+        "requests": row["requests"],
+        "router": row["router"],
+        "faults": row["faults"],
+        "fabric": "loopback",
+        "timers": {"defer_timeout_s": SHORT_DEFER_S},
+    }
+
+
+@pytest.mark.parametrize("row", ROWS, ids=[row["id"] for row in ROWS])
+def test_model_agrees_with_the_real_connector(row: dict[str, Any]) -> None:
+    result = run(build(scenario_of(row)))
+    assert observed(result, row["expect"]) == row["expect"]
+
+
+def observed(result: Result, wanted: dict[str, Any]) -> dict[str, Any]:
+    """The same quantities as a row's `expect`, from a result."""
+    got: dict[str, Any] = {
+        "coverage": [rank.coverage for rank in result.by_rank],
+        "wrong": [rank.wrong for rank in result.by_rank],
+        "covered_plus_wrong": [(rank.coverage or 0.0) + (rank.wrong or 0.0) for rank in result.by_rank],
+        "told": result.sets.told,
+        "written": result.sets.written,
+        "prefill_told": result.sets.prefill_told,
+        "prefill_released": result.sets.prefill_released,
+        "outcome": result.outcome,
+    }
+    return {name: got[name] for name in wanted}
