@@ -42,13 +42,17 @@ class DecodeRank(Rank):
 
     def land(self, layer: int, copy: Copy, transfer: Transfer, source: str, kind: str) -> None:
         """A batch landed here. What it changes outside this request's own cells is astray."""
-        ledger, mine = self.engine.ledger, self.engine.holds(transfer)
-        before = ledger.state(self.tp, layer)
-        ledger.land(self.tp, layer, copy)
-        if not mine or copy.by_unit:
+        engine = self.engine
+        mine = transfer.home is engine
+        if mine and not copy.by_unit:
+            engine.ledger.land(self.tp, layer, copy)
+        else:
+            before = engine.ledger.state(self.tp, layer)
+            engine.ledger.land(self.tp, layer, copy)
             spared = transfer.needs[self.tp] if mine else None
-            self.world.stray += ledger.changed(before, ledger.state(self.tp, layer), spared)
-        self.world.log(kind, source, self.name, transfer.index, layer, "" if mine else "astray")
+            self.world.stray += engine.ledger.changed(before, engine.ledger.state(self.tp, layer), spared)
+        world = self.world
+        world.history.rows.append((world.clock.now, kind, source, self.name, transfer.index, layer, "" if mine else "astray"))
 
     # -- WRITE ------------------------------------------------------------------------------------------------
 
@@ -179,6 +183,10 @@ class DecodeRank(Rank):
         state = self.engine.ledger.state(self.tp, layer)
         transfer.used(self.tp, self.engine.ledger.count(state, transfer.needs[self.tp]))
 
+    def look_at_all(self, transfer: Transfer) -> None:
+        """Decode uses all layers from now on."""
+        transfer.used(self.tp, self.engine.ledger.count_all(self.tp, transfer.needs[self.tp]))
+
     def send_release(self, leg: Leg, read: Read, transfer: Transfer) -> None:
         """Tell prefill's ranks, as this release knows them, that the blocks are read (or that the read failed)."""
         release = self.me.release
@@ -217,10 +225,6 @@ class DecodeEngine:
         self._reports: dict[str, int] = {}
         self._failed: set[str] = set()
 
-    def holds(self, transfer: Transfer) -> bool:
-        """Whether the request's blocks are in this engine now."""
-        return transfer.request.decode_dp == self.dp and transfer.index in self.pool.held
-
     def submit(self, transfer: Transfer, params: dict[str, Any]) -> None:
         """A leg arrived at the scheduler."""
         if not self.started:
@@ -244,7 +248,7 @@ class DecodeEngine:
 
     def _allocate(self, transfer: Transfer) -> list[int]:
         blocks = self.pool.take(transfer.index, transfer.request.blocks, transfer.request.decode_blocks)
-        transfer.admit(blocks)
+        transfer.admit(blocks, self)
         ids: list[int] = blocks.tolist()
         return ids
 
@@ -301,8 +305,7 @@ class DecodeEngine:
         transfer.went = True
         self.world.log("go", self.name, request=transfer.index)
         for rank in self.ranks:
-            for layer in range(self.world.geometry.layers):
-                rank.look(transfer, layer)
+            rank.look_at_all(transfer)
         step_ns = self.world.timing.decode_layer_ns * self.world.geometry.layers
         self.world.clock.after(step_ns, lambda _event: self._end(transfer))
 
@@ -409,14 +412,18 @@ class DecodeEngine:
     def _end(self, transfer: Transfer) -> None:
         if self.crashed:
             return
-        transfer.ended = True
-        self.pool.give_back(transfer.index)
+        self._close(transfer)
         self.world.log("ended", self.name, request=transfer.index)
+
+    def _close(self, transfer: Transfer) -> None:
+        """The request is over and its blocks are free again."""
+        transfer.ended = True
+        transfer.home = None
+        self.pool.give_back(transfer.index)
 
     def fail(self, transfer: Transfer, why: str) -> None:
         transfer.bad_end = transfer.bad_end or "failed"
-        transfer.ended = True
-        self.pool.give_back(transfer.index)
+        self._close(transfer)
         self.world.log("request_failed", self.name, request=transfer.index, detail=why)
 
     def crash(self, error: str, transfer: Transfer) -> None:

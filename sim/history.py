@@ -56,11 +56,16 @@ KINDS: dict[str, str] = {
 }
 
 
+Row = tuple[int, str, str, str, int, int, str]
+
+
 class History:
     """The events of a run, in the order in which they happened."""
 
     def __init__(self) -> None:
-        self.rows: list[tuple[int, str, str, str, int, int, str]] = []
+        self.rows: list[Row] = []
+        self._by_kind: dict[str, list[Row]] = {}
+        self._indexed = 0
 
     def add(
         self, time_ns: int, kind: str, actor: str, peer: str = "", request: int = -1, layer: int = -1, detail: str = ""
@@ -72,7 +77,25 @@ class History:
 
     def events(self, *kinds: str) -> list[Event]:
         """Events of these kinds (all kinds when none is named), in order."""
-        return [Event(*row) for row in self.rows if not kinds or row[1] in kinds]
+        return [Event(*row) for row in self.rows_of(*kinds)]
+
+    def rows_of(self, *kinds: str) -> list[Row]:
+        """As `events`, as plain tuples."""
+        if not kinds:
+            return self.rows
+        if self._indexed != len(self.rows):
+            self._index()
+        rows = [row for kind in kinds for row in self._by_kind.get(kind, ())]
+        if len(kinds) > 1:
+            rows.sort(key=lambda row: row[0])
+        return rows
+
+    def _index(self) -> None:
+        """Sort the rows by kind: reports ask for few kinds, and most rows are layers that landed."""
+        self._by_kind = {}
+        for row in self.rows:
+            self._by_kind.setdefault(row[1], []).append(row)
+        self._indexed = len(self.rows)
 
     def last_ns(self) -> int:
         return self.rows[-1][0] if self.rows else 0

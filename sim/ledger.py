@@ -12,6 +12,7 @@ memory is looked at unit by unit.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 import msgspec
@@ -46,8 +47,9 @@ class Count(msgspec.Struct, frozen=True):
 
 
 def code_of(geometry: Geometry, contents: Codes, plane: int, head: int) -> Codes:
-    """Codes of (content, plane, global head); content 0 is garbage that no request needs, and still not nothing."""
-    return (contents * geometry.planes + plane) * geometry.kv_heads + head + 1
+    """Codes of (content, plane, global head). Content 0 is a block that was never filled: a copy of it is nothing."""
+    codes: Codes = ((contents * geometry.planes + plane) * geometry.kv_heads + head + 1) * (contents > 0)
+    return codes
 
 
 def cell_index(shape: CacheShape, plane: int, blocks: Codes, slot: int) -> Codes:
@@ -80,8 +82,9 @@ class Bytes(msgspec.Struct, frozen=True, eq=False):
         cell_token, slot = np.divmod(units, self.shape.heads)
         plane_block, token = np.divmod(cell_token, self.shape.block_size)
         plane, block = np.divmod(plane_block, self.shape.num_blocks)
-        cells = (self.contents[block] * geometry.planes + plane) * geometry.kv_heads + self.first_head + slot + 1
-        codes: Codes = cells * self.shape.block_size + token
+        contents = self.contents[block]
+        cells = (contents * geometry.planes + plane) * geometry.kv_heads + self.first_head + slot + 1
+        codes: Codes = (cells * self.shape.block_size + token) * (contents > 0)
         return codes
 
 
@@ -123,7 +126,7 @@ class Ledger:
         # State n is `_parents[n]` followed by `_copies[n]`; state 0 is empty memory.
         self._parents = [0]
         self._copies: list[Copy | None] = [None]
-        self._children: dict[tuple[int, int], int] = {}
+        self._children: dict[int, dict[int, int]] = {}  # by copy, then by state before
         self._cells: dict[int, Codes] = {}
         self._counts: dict[tuple[int, int], Count] = {}
         self._kept: list[Copy | Need] = []  # keeps ids in the two dicts above unique
@@ -134,14 +137,17 @@ class Ledger:
     def land(self, rank: int, layer: int, copy: Copy) -> None:
         """The batch is in memory from now on."""
         states = self._states[rank]
-        key = (states[layer], id(copy))
-        child = self._children.get(key)
-        if child is None:
-            child = self._children[key] = len(self._parents)
-            self._parents.append(states[layer])
-            self._copies.append(copy)
+        before = states[layer]
+        children = self._children.get(id(copy))
+        if children is None:
+            children = self._children[id(copy)] = {}
             self._kept.append(copy)
-        states[layer] = child
+        after = children.get(before)
+        if after is None:
+            after = children[before] = len(self._parents)
+            self._parents.append(before)
+            self._copies.append(copy)
+        states[layer] = after
 
     def count(self, state: int, need: Need) -> Count:
         """How much of `need` a layer in this state holds."""
@@ -151,6 +157,16 @@ class Ledger:
             self._kept.append(need)
             count = self._counts[key] = self._count(state, need)
         return count
+
+    def count_all(self, rank: int, need: Need) -> Count:
+        """`count` over all layers of a rank; layers in the same state are looked at once."""
+        covered = wrong = missing = 0
+        for state, layers in Counter(self._states[rank]).items():
+            count = self.count(state, need)
+            covered += layers * count.covered
+            wrong += layers * count.wrong
+            missing += layers * count.missing
+        return Count(covered, wrong, missing)
 
     def _count(self, state: int, need: Need) -> Count:
         chain = self._chain(state)
@@ -208,7 +224,8 @@ class Ledger:
             if copy.by_unit:
                 units[copy.where] = copy.codes
             else:
-                units[_units_of_cells(self.shape, copy.where)] = copy.codes[:, None] * self.shape.block_size + tokens
+                codes = (copy.codes[:, None] * self.shape.block_size + tokens) * (copy.codes[:, None] > 0)
+                units[_units_of_cells(self.shape, copy.where)] = codes
         return units
 
 

@@ -26,11 +26,7 @@ def end_count(world: World, transfer: Transfer, tp: int) -> Count:
     if not transfer.needs:
         cells = transfer.request.blocks * world.geometry.planes * world.setup.decode.shape.heads
         return Count(0, 0, cells * world.geometry.layers)
-    ledger = world.decodes[transfer.request.decode_dp].ledger
-    total = Count(0, 0, 0)
-    for layer in range(world.geometry.layers):
-        total = _add(total, ledger.count(ledger.state(tp, layer), transfer.needs[tp]))
-    return total
+    return world.decodes[transfer.request.decode_dp].ledger.count_all(tp, transfer.needs[tp])
 
 
 def request_tallies(world: World, transfer: Transfer) -> list[Tally]:
@@ -90,7 +86,7 @@ def rank_coverages(world: World, tallies: list[list[Tally]]) -> list[RankCoverag
 def sets_of(world: World, ranks: list[RankCoverage]) -> Sets:
     """Names of ranks, in (dp, tp) order."""
     decode, prefill, history = world.setup.decode, world.setup.prefill, world.history
-    landed = {e.peer for e in history.events("wrote", "read") if e.detail != "astray"}
+    landed = {peer for _, _, _, peer, _, _, detail in history.rows_of("wrote", "read") if detail != "astray"}
     heard = {e.actor for e in history.events("blocks_ready" if world.mode == "write" else "release")}
     released = {e.actor for e in history.events("released")}
     return Sets(

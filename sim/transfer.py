@@ -52,11 +52,13 @@ class Transfer:
         self.ended = False
         self.bad_end = ""  # refused, failed, recomputed or crash
         self.timer_fired = False
+        self.home: object | None = None  # the decode engine that holds its blocks now
         self._decode = decode
         self._geometry = geometry
 
-    def admit(self, blocks: Codes) -> None:
-        """Decode allocated `blocks`: from now on it is known which cells each of its TP ranks needs."""
+    def admit(self, blocks: Codes, home: object) -> None:
+        """Decode engine `home` allocated `blocks`: from now on it is known which cells each of its TP ranks needs."""
+        self.home = home
         self.decode_blocks = blocks
         self.at_go = [Count(0, 0, 0)] * self._decode.tp
         for tp in range(self._decode.tp):

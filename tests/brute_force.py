@@ -60,8 +60,6 @@ ABSENT: Final = Absent()
 
 #: Plane (0 K or latent, 1 V), KV head, token of the prompt, element of the head.
 Tag = tuple[int, int, int, int]
-#: What a copy of memory that holds nothing of this request carries.
-JUNK: Final[Tag] = (-1, -1, -1, -1)
 #: Copied from offset, to offset, number of elements.
 Entry = tuple[int, int, int]
 Triple = tuple[float, float, float]
@@ -212,7 +210,8 @@ def copy(
             return False
     for start, end, size in entries:
         for i in range(size):
-            target.setdefault(end + i, {})[writer] = source.get(start + i, JUNK)
+            if start + i in source:
+                target.setdefault(end + i, {})[writer] = source[start + i]
     return True
 
 

@@ -1,0 +1,365 @@
+"""What one prefill rank does in WRITE mode: handshakes, a write task a layer, deferral, and the end of a transfer.
+
+It follows the connector's worker: one handshake thread, tasks deferred until decode's blocks are known, a count sealed
+after the forward, then one message to each decode rank that the release would tell. Errors end a transfer here without
+a message.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from sim.errors import PeerRefusal
+from sim.ledger import Bytes, Copy, cell_copy, raw_copy
+from sim.legs import Leg
+from sim.policies import Target, as_int
+from sim.rank import Rank
+from sim.scenario import Endpoint
+from sim.transfer import Transfer
+
+if TYPE_CHECKING:
+    from sim.decode import DecodeRank
+    from sim.prefill import PrefillRank
+
+NEVER = 1 << 62
+AgentKey = tuple[int, int | None]
+
+
+class Peer:
+    """What one prefill rank knows of one decode engine: sessions by (DP rank, TP rank when it writes to several)."""
+
+    def __init__(self) -> None:
+        self.agents: dict[AgentKey, Any] = {}
+        self.ready = False
+        self.ready_at = NEVER
+        self.queue: deque[Job] = deque()
+
+
+class Wire(NamedTuple):
+    """One target of a job: the rank reached, the batch of every layer (None: MoRI refuses it), or why there is none."""
+
+    rank: DecodeRank | None
+    copy: Copy | None
+    busy_ns: int
+    refusal: PeerRefusal | None = None
+
+
+class Job:
+    """One transfer at one prefill rank. `leg` is None while only decode's blocks are known."""
+
+    def __init__(self, transfer: Transfer, transfer_id: str) -> None:
+        self.transfer = transfer
+        self.id = transfer_id
+        self.leg: Leg | None = None
+        self.peer = Peer()
+        self.targets: list[Target] = []
+        self.open = False  # mapped, and every session it needs is there
+        self.closed = False  # terminal: nothing more is written or told
+        self.scheduled: set[int] = set()
+        self.deferred: list[int] = []
+        self.sealed: int | None = None
+        # decode's blocks and what was written of them; a second message starts this over (F7)
+        self.blocks: list[int] | None = None
+        self.decode_dp = 0
+        self.writes_done = 0
+        self.wires: list[Wire] | None = None
+        self.in_flight = 0
+        self.last_land = 0
+        self.error = ""
+        self.waiting = False
+
+
+class Writer:
+    """The write side of one prefill rank."""
+
+    def __init__(self, rank: PrefillRank) -> None:
+        self.rank = rank
+        self.world = rank.world
+        self.me: Endpoint = self.world.setup.prefill
+        self.name = rank.name
+        self._fixed_ns = self.world.fabric.write_fixed_ns
+        self.peers: dict[tuple[str, int], Peer] = {}
+        self.jobs: dict[str, Job] = {}
+        self.dial_free_at = 0
+        self.nic_free_at = 0
+        release = self.me.release
+        self._map, self._pair = release.call("write_map"), release.call("write_pairing")
+        self._dial_offset, self._port_offset = release.call("dial"), release.call("ports")
+        self._known_size, self._done_to = release.call("unknown_tp_map"), release.call("write_done_to")
+
+    def job(self, transfer: Transfer, leg: Leg) -> Job:
+        """The job of a transfer that prefill's forward is about to write."""
+        job = self._job_of(str(leg.transfer_id), transfer)
+        job.leg = leg
+        job.peer = self.peers.setdefault((leg.host, leg.handshake_port), Peer())
+        return job
+
+    def _job_of(self, key: str, transfer: Transfer) -> Job:
+        if key not in self.jobs:
+            self.jobs[key] = Job(transfer, key)
+        return self.jobs[key]
+
+    # -- in the forward ---------------------------------------------------------------------------------------
+
+    def save(self, jobs: list[Job], layer: int) -> int:
+        """What `save_kv_layer` does for a batch; returns how many ns the forward waits for a handshake (0: none)."""
+        for job in jobs:
+            if job.open or self._open(job):
+                self._schedule(job, layer)
+        peer = jobs[-1].peer
+        if peer.ready:
+            if peer.queue:
+                self._schedule(peer.queue.popleft(), layer)
+            return 0
+        return min(peer.ready_at + 1 - self.world.clock.now, self.world.setup.transfer_timeout_ns)
+
+    def after_wait(self, jobs: list[Job], layer: int, waited_ns: int) -> None:
+        """The forward waited for a handshake: write what it held up, or go on without."""
+        peer = jobs[-1].peer
+        if peer.ready and peer.queue:
+            self._schedule(peer.queue.popleft(), layer)
+        elif not peer.ready:
+            self.world.log("stalled", self.name, request=jobs[-1].transfer.index, layer=layer, detail=f"{waited_ns} ns")
+
+    def held_up(self, jobs: list[Job], layer: int) -> bool:
+        """Whether a second call for this layer still has something to do, or to wait for."""
+        return any(not job.closed and (layer not in job.scheduled or not job.peer.ready) for job in jobs)
+
+    def seal(self, jobs: list[Job]) -> None:
+        """The forward is over: as many writes as were scheduled make the transfer. With none it is never finished."""
+        for job in jobs:
+            if job.scheduled:
+                job.sealed = len(job.scheduled)
+                self._finalize(job)
+
+    def _open(self, job: Job) -> bool:
+        """Map this rank onto the peer and see whether its sessions are there; else queue handshakes."""
+        refused = self._find_targets(job)
+        if refused is not None:
+            self.world.log("map_refused", self.name, request=job.transfer.index, detail=str(refused))
+            job.peer.ready = True
+            job.peer.queue.append(job)
+            return False
+        if not job.targets:
+            job.peer.ready = True  # another rank writes all that this one holds
+        # Readiness is judged on the first DP rank alone.
+        job.open = all(key in job.peer.agents for key in self._keys(job, 0)) or not job.targets
+        if not job.open:
+            self._dial(job)
+        return job.open
+
+    def _find_targets(self, job: Job) -> PeerRefusal | None:
+        """Map this rank onto the peer; a refusal is returned, or raised where the release raises it in the forward."""
+        if job.targets or job.leg is None:
+            return None
+        try:
+            size = self._known_size(as_int(job.leg.peer_tp), self.me.tp)
+            job.targets = self._map(self.rank.tp, self.me.tp, size, self.world.geometry)
+        except PeerRefusal as refusal:
+            if self.me.release.write_map_error != "task_fails":
+                raise
+            return refusal
+        return None
+
+    # -- handshake --------------------------------------------------------------------------------------------
+
+    def _keys(self, job: Job, dp: int) -> list[AgentKey]:
+        if len(job.targets) > 1:
+            return [(dp, target.tp_rank) for target in job.targets]
+        return [(dp, None)]
+
+    def _dial(self, job: Job) -> None:
+        """Queue handshakes with every DP rank of the peer on the one handshake thread; a dead port blocks it for ever."""
+        clock, leg, peer = self.world.clock, job.leg, job.peer
+        assert leg is not None
+        handshake_ns = self.world.timing.handshake_ns
+        at = max(clock.now, self.dial_free_at)
+        reached: list[tuple[AgentKey, Any, str]] = []
+        for key in [key for dp in range(as_int(leg.dp_size)) for key in self._keys(job, dp)]:
+            if at < NEVER:
+                rank, port = self._listener(job, key)
+                if rank is None:
+                    self.dial_free_at = at = NEVER
+                else:
+                    self.dial_free_at = at = at + handshake_ns
+                    reached.append((key, rank, port))
+        peer.ready_at = min(peer.ready_at, at)
+        finished = at < NEVER
+
+        def answered(position: int) -> None:
+            """One handshake is done; after the last one the request is ready, in the same instant."""
+            if position < len(reached):
+                key, rank, port = reached[position]
+                if key not in peer.agents:
+                    peer.agents[key] = rank
+                    self.world.log("dialled", self.name, rank.name, job.transfer.index, detail=port)
+            if position + 1 < len(reached):
+                clock.after(handshake_ns, lambda _event: answered(position + 1))
+            elif finished:
+                peer.queue.append(job)
+                peer.ready = True
+
+        if reached:
+            first = (self.dial_free_at if finished else clock.now + handshake_ns * len(reached)) - handshake_ns * (len(reached) - 1)
+            clock.after(first - clock.now, lambda _event: answered(0))
+        elif finished:
+            answered(0)
+
+    def _listener(self, job: Job, key: AgentKey) -> tuple[Any | None, str]:
+        """Who listens at the port that this release dials for `key`, and how the history names it."""
+        leg = job.leg
+        assert leg is not None
+        dp, tp = key[0], key[1] if key[1] is not None else job.targets[0].tp_rank
+        port = leg.handshake_port + self._dial_offset(dp, tp, as_int(leg.peer_tp))
+        rank = self.world.network.owner((leg.host, port))
+        if rank is None:
+            self.world.log("dial_dead", self.name, f"port {port}", job.transfer.index, detail=f"for dp{dp} tp{tp}")
+        return rank, f"port {port} for dp{dp} tp{tp}"
+
+    # -- write tasks ------------------------------------------------------------------------------------------
+
+    def _schedule(self, job: Job, layer: int) -> None:
+        if job.closed or layer in job.scheduled:
+            return
+        job.scheduled.add(layer)
+        if job.blocks is not None:
+            self._write(job, layer)
+            return
+        if not job.deferred:
+            self.world.clock.after(self.world.setup.defer_timeout_ns, lambda _event: self._expire(job))
+        job.deferred.append(layer)
+
+    def blocks_ready(self, transfer_id: Any, transfer: Transfer, blocks: list[int], decode_dp: int) -> None:
+        """Decode's scheduler told us where the blocks go. Ignored when the transfer is over here."""
+        job = self._job_of(str(transfer_id), transfer)
+        if job.closed:
+            return
+        job.blocks, job.decode_dp, job.writes_done, job.wires = blocks, decode_dp, 0, None
+        deferred, job.deferred = job.deferred, []
+        for layer in deferred:
+            if not job.closed:
+                self._write(job, layer)
+
+    def _write(self, job: Job, layer: int) -> None:
+        """One write task: a batch to every target. An error ends the transfer at this rank without a message."""
+        clock = self.world.clock
+        now = clock.now
+        if job.wires is None:
+            job.wires = self._wires(job)
+        for wire in job.wires:
+            if wire.refusal is not None or wire.rank is None:
+                detail = str(wire.refusal)
+                self.world.log("task_failed", self.name, request=job.transfer.index, layer=layer, detail=detail)
+                self._close(job)
+                return
+            if wire.copy is None:
+                job.error = "length out of range"
+                self.world.log("transfer_failed", self.name, request=job.transfer.index, layer=layer, detail=job.error)
+                continue
+            free_at = self.nic_free_at if self.nic_free_at > now else now
+            self.nic_free_at = free_at + wire.busy_ns
+            job.last_land = self.nic_free_at + self._fixed_ns
+            job.in_flight += 1
+            clock.after(job.last_land - now, partial(self._landed, job, wire.rank, wire.copy, layer))
+        job.writes_done += 1
+        if job.sealed is not None:
+            self._finalize(job)
+
+    def _wires(self, job: Job) -> list[Wire]:
+        """Where every layer of the job goes: the same ranks and offsets, as layers have memory of their own."""
+        wires = []
+        if not job.targets and self._find_targets(job) is not None:
+            return [Wire(None, None, 0, PeerRefusal("KeyError", f"no session to decode DP rank {job.decode_dp}"))]
+        for key, target in zip(self._keys(job, job.decode_dp), job.targets, strict=False):
+            rank = job.peer.agents.get(key)
+            try:
+                if rank is None:
+                    raise PeerRefusal("KeyError", f"no session to decode DP rank {job.decode_dp}")
+                copy = self._plan(job, target, rank)
+            except PeerRefusal as refusal:
+                wires.append(Wire(rank, None, 0, refusal))
+                break
+            wires.append(Wire(rank, copy, self.world.fabric.occupancy_ns(copy.size_bytes, "write") if copy else 0))
+        return wires
+
+    def _plan(self, job: Job, target: Target, rank: DecodeRank) -> Copy | None:
+        """The batch of a layer to one decode rank; None when MoRI refuses it."""
+        assert job.blocks is not None and job.transfer.prefill_blocks is not None
+        geometry, mine, theirs, contents = self.world.geometry, self.me.shape, rank.me.shape, self.rank.engine.contents
+        first_head = self.rank.first_head
+        pairs = self._pair(job.transfer.prefill_blocks.tolist(), job.blocks)
+        if self.me.release.write_plan == "local_strides" and mine.heads != theirs.heads:
+            return raw_copy(geometry, Bytes(mine, contents, first_head), Bytes(theirs, contents, 0), pairs, into_remote=True)
+        if target.remote + target.count > theirs.heads and not geometry.mla:
+            raise PeerRefusal("MoRIIOError", f"heads {target.remote}+{target.count} at a rank of {theirs.heads} heads")
+        local, remote = (np.array(side, dtype=np.int64) for side in zip(*pairs, strict=True))
+        return cell_copy(geometry, theirs, contents[local], remote, first_head + target.local, target.remote, target.count)
+
+    def _landed(self, job: Job, rank: DecodeRank, copy: Copy, layer: int, _event: Any) -> None:
+        rank.land(layer, copy, job.transfer, self.name, "wrote")
+        job.in_flight -= 1
+        if job.sealed is not None:
+            self._finalize(job)
+
+    # -- the end of a transfer --------------------------------------------------------------------------------
+
+    def _finalize(self, job: Job) -> None:
+        """When every sealed write is posted: wait for them, tell decode, report. Errors and time-outs tell nobody."""
+        if job.closed or job.sealed is None or job.writes_done < job.sealed:
+            return
+        clock, timeout_ns = self.world.clock, self.world.setup.transfer_timeout_ns
+        if job.in_flight and not job.error:
+            if not job.waiting and job.last_land - clock.now > timeout_ns:
+                clock.after(timeout_ns, lambda _event: self._give_up(job))
+            job.waiting = True
+            return
+        if not job.error:
+            self._tell_done(job)
+        self._close(job)
+
+    def _give_up(self, job: Job) -> None:
+        if not job.closed:
+            self.world.log("transfer_failed", self.name, request=job.transfer.index, detail="transfer timeout")
+            self._close(job)
+
+    def _close(self, job: Job) -> None:
+        """Nothing more happens for this transfer here; the rank reports it finished."""
+        job.closed = True
+        self.rank.engine.report(job.transfer, self.name)
+
+    def _expire(self, job: Job) -> None:
+        """Decode's blocks never came within the defer timeout."""
+        if job.closed or job.blocks is not None:
+            return
+        job.transfer.timer_fired = True
+        self.world.log("expired", self.name, request=job.transfer.index)
+        self._close(job)
+        if self.me.release.expiry == "write_failed":
+            assert job.leg is not None
+            for dp in range(max(as_int(job.leg.dp_size), 1)):
+                for target in job.targets:
+                    self._notify(job, dp, target.tp_rank, "write_failed", partial(self._say_failed, job))
+
+    def _tell_done(self, job: Job) -> None:
+        writers = {target.tp_rank: target.writers for target in job.targets}
+        for tp in self._done_to(self.rank.tp, job.targets):
+            self._notify(job, job.decode_dp, tp, "write_done", partial(self._say_done, job, writers.get(tp, 1)))
+
+    def _notify(self, job: Job, dp: int, tp: int, what: str, deliver: Any) -> None:
+        leg = job.leg
+        assert leg is not None
+        port = leg.notify_port + self._port_offset(dp, tp, self._known_size(as_int(leg.peer_tp), self.me.tp))
+        self.world.log(f"{what}_sent", self.name, f"port {port}", job.transfer.index)
+        self.world.network.send(self.name, (leg.host, port), job.transfer.index, what, deliver)
+
+    def _say_done(self, job: Job, writers: int, rank: Rank) -> None:
+        assert job.leg is not None
+        rank.on_write_done(job.leg.transfer_id, job.transfer, writers, self.name)
+
+    def _say_failed(self, job: Job, rank: Rank) -> None:
+        assert job.leg is not None
+        rank.on_write_failed(job.leg.transfer_id, job.transfer, self.name)
