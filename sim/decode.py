@@ -358,7 +358,7 @@ class DecodeEngine:
             try:
                 keys = rank.keys(leg)
             except PeerRefusal as refusal:
-                raise PeerRefusal("HandshakeError" if eager else "KeyError", str(refusal)) from None
+                raise PeerRefusal("HandshakeError" if eager else "KeyError", f"no session to prefill: {refusal.text}") from None
             known = len(rank.agents)
             if not rank.dial(leg, keys):
                 if eager:

@@ -28,6 +28,7 @@ def find(world: World, ranks: list[RankCoverage], sets: Sets, unfired: list[str]
         *_bind_failures(world),
         *_wrong_dials(world),
         *_dead_dials(world),
+        *_refused_maps(world),
         *_crashes(world),
         *_task_failures(world),
         *_untold_prefill(world, sets),
@@ -65,7 +66,12 @@ def peer_tp_causes(release: ConnectorRelease, params: Mapping[str, Any], field: 
         return [f"`remote_tp_size` = {sent!r} was sent"]
     if short:
         return [f"`remote_tp_size` was not sent, `tp_size` = {short!r} was"]
-    return [f"neither `remote_tp_size` nor `tp_size` was sent; release {release.name} takes the peer to be as large as itself"]
+    unknown = {
+        "refused": "refuses an unknown size",
+        "zero_is_own": "takes the peer to be as large as itself",
+        "non_positive_is_own": "takes the peer to be as large as itself",
+    }[release.unknown_tp_map]
+    return [f"neither `remote_tp_size` nor `tp_size` was sent; release {release.name} {unknown}"]
 
 
 def _cause(release: ConnectorRelease, field: str) -> str:
@@ -154,6 +160,24 @@ def _dead_dials(world: World) -> list[Finding]:
     ]
 
 
+def _refused_maps(world: World) -> list[Finding]:
+    refused = world.history.events("map_refused")
+    if not refused:
+        return []
+    release = world.setup.prefill.release
+    return [
+        Finding(
+            kind="map-refused",
+            text=f"{span(dict.fromkeys(e.actor for e in refused))} can't map itself onto decode: {refused[0].detail}",
+            causes=[
+                _cause(release, "unknown_tp_map"),
+                _cause(release, "write_map_error"),
+                *peer_tp_causes(release, _leg(world, "prefill", refused[0].request)),
+            ],
+        )
+    ]
+
+
 def _bind_failures(world: World) -> list[Finding]:
     return [
         Finding(
@@ -171,8 +195,10 @@ def _crashes(world: World) -> list[Finding]:
         endpoint = world.setup.prefill if event.actor[0] == "P" else world.setup.decode
         leg = "prefill" if endpoint is world.setup.prefill else "decode"
         causes = peer_tp_causes(endpoint.release, _leg(world, leg, event.request))
-        if event.detail.startswith(("NotImplementedError", "MoRIIOError")):
-            causes.insert(0, _cause(endpoint.release, "read_guard" if world.mode == "read" else "write_plan"))
+        if world.mode == "read" and event.detail.startswith(("NotImplementedError", "MoRIIOError", "ValueError: TP sizes")):
+            causes.insert(0, _cause(endpoint.release, "read_guard"))
+        elif world.mode == "write" and leg == "prefill" and event.actor != "P":
+            causes.insert(0, _cause(endpoint.release, "write_map_error"))
         findings.append(Finding(kind="crash", text=f"{event.actor} died: {event.detail}", causes=causes))
     return findings
 
@@ -180,7 +206,7 @@ def _crashes(world: World) -> list[Finding]:
 def _task_failures(world: World) -> list[Finding]:
     grouped: dict[str, list[str]] = defaultdict(list)
     requests = {}
-    for event in world.history.events("task_failed", "transfer_failed", "map_refused"):
+    for event in world.history.events("task_failed", "transfer_failed"):
         if event.actor not in grouped[event.detail]:
             grouped[event.detail].append(event.actor)
         requests[event.detail] = event.request
@@ -247,6 +273,8 @@ def _told_without_data(world: World, ranks: list[RankCoverage]) -> list[Finding]
 def _never_told(world: World, ranks: list[RankCoverage], sets: Sets) -> list[Finding]:
     waiting = {t.request.decode_dp for t in world.transfers if not t.ended and t.needs}
     decode = world.setup.decode
+    if world.mode == "read":
+        return []  # nobody tells in READ: a read that never ends has a finding of its own
     untold = [decode.rank_name(r.dp, r.tp) for r in ranks if r.dp in waiting and not r.told]
     if not untold:
         return []
@@ -275,7 +303,7 @@ def _used_early(world: World, ranks: list[RankCoverage]) -> list[Finding]:
 
 def _held(world: World) -> list[Finding]:
     findings = []
-    timer = [e for e in world.history.events("expired", "reaped")]
+    timer = world.history.events("expired", "reaped")
     if timer:
         kinds = {"expired": "the deferral timer of", "reaped": "the scheduler's timer of"}
         grouped = {kind: span(dict.fromkeys(e.actor for e in timer if e.kind == kind)) for kind in kinds}

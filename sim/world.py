@@ -66,6 +66,13 @@ class World:
                 engine.started = False
             self.network.bind((me.host, me.notify_port + port), rank)
 
+    def coverage_by_layer(self, request: int = 0) -> list[list[float]]:
+        """Coverage when the run is over, shape [TP ranks of the request's decode DP rank][layers]; no rows if never admitted."""
+        transfer = self.transfers[request]
+        ledger, layers = self.decodes[transfer.request.decode_dp].ledger, range(self.geometry.layers)
+        counts = [[ledger.count(ledger.state(tp, layer), need) for layer in layers] for tp, need in enumerate(transfer.needs)]
+        return [[count.covered / count.cells for count in row] for row in counts]
+
     # -- the router -------------------------------------------------------------------------------------------
 
     def _route(self, transfer: Transfer) -> Generator[Any, None, None]:
