@@ -42,16 +42,12 @@ class DecodeRank(Rank):
 
     def land(self, layer: int, copy: Copy, transfer: Transfer, source: str, kind: str) -> None:
         """A batch landed here. What it changes outside this request's own cells is astray."""
-        engine = self.engine
+        engine, world = self.engine, self.world
         mine = transfer.home is engine
         if mine and not copy.by_unit:
-            engine.ledger.land(self.tp, layer, copy)
+            engine.ledger.land(self.tp, layer, transfer.index, copy)
         else:
-            before = engine.ledger.state(self.tp, layer)
-            engine.ledger.land(self.tp, layer, copy)
-            spared = transfer.needs[self.tp] if mine else None
-            self.world.stray += engine.ledger.changed(before, engine.ledger.state(self.tp, layer), spared)
-        world = self.world
+            world.stray += engine.ledger.land_astray(self.tp, layer, copy, transfer.index if mine else None)
         world.history.rows.append((world.clock.now, kind, source, self.name, transfer.index, layer, "" if mine else "astray"))
 
     # -- WRITE ------------------------------------------------------------------------------------------------
@@ -180,12 +176,11 @@ class DecodeRank(Rank):
 
     def look(self, transfer: Transfer, layer: int) -> None:
         """Decode uses this layer now: note what is there."""
-        state = self.engine.ledger.state(self.tp, layer)
-        transfer.used(self.tp, self.engine.ledger.count(state, transfer.needs[self.tp]))
+        transfer.used(self.tp, self.engine.ledger.count(self.tp, layer, transfer.index, transfer.needs[self.tp]))
 
     def look_at_all(self, transfer: Transfer) -> None:
         """Decode uses all layers from now on."""
-        transfer.used(self.tp, self.engine.ledger.count_all(self.tp, transfer.needs[self.tp]))
+        transfer.used(self.tp, self.engine.ledger.count_all(self.tp, transfer.index, transfer.needs[self.tp]))
 
     def send_release(self, leg: Leg, read: Read, transfer: Transfer) -> None:
         """Tell prefill's ranks, as this release knows them, that the blocks are read (or that the read failed)."""
@@ -249,6 +244,7 @@ class DecodeEngine:
     def _allocate(self, transfer: Transfer) -> list[int]:
         blocks = self.pool.take(transfer.index, transfer.request.blocks, transfer.request.decode_blocks)
         transfer.admit(blocks, self)
+        self.ledger.admit(transfer.index, blocks)
         ids: list[int] = blocks.tolist()
         return ids
 

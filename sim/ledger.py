@@ -117,27 +117,90 @@ class Need(msgspec.Struct, frozen=True, eq=False):
 
 
 class Ledger:
-    """The memory of all TP ranks of one decode DP rank, each `shape` a layer."""
+    """The memory of all TP ranks of one decode DP rank, each `shape` a layer.
+
+    Memory is kept by *region*: the blocks of one request. A batch that lands in its own request's blocks touches that
+    region alone, so what it costs does not grow with the number of requests; a batch astray is landed in every region
+    that it hits.
+    """
 
     def __init__(self, geometry: Geometry, shape: CacheShape, tp: int) -> None:
         self.geometry = geometry
         self.shape = shape
-        self._states = [[0] * geometry.layers for _ in range(tp)]
+        self._tp = tp
         # State n is `_parents[n]` followed by `_copies[n]`; state 0 is empty memory.
         self._parents = [0]
         self._copies: list[Copy | None] = [None]
         self._children: dict[int, dict[int, int]] = {}  # by copy, then by state before
-        self._cells: dict[int, Codes] = {}
         self._counts: dict[tuple[int, int], Count] = {}
         self._kept: list[Copy | Need] = []  # keeps ids in the two dicts above unique
+        self._regions: dict[int, list[list[int]]] = {}  # states by request, rank and layer
+        self._owner: Codes = np.full(shape.num_blocks, -1, dtype=np.int64)  # last request to own each block
 
-    def state(self, rank: int, layer: int) -> int:
-        return self._states[rank][layer]
+    def admit(self, region: int, blocks: Codes) -> None:
+        """The request `region` owns `blocks` from now on; what their last owners left there is still there."""
+        before = [int(owner) for owner in np.unique(self._owner[blocks]) if owner >= 0]
+        states = [[0] * self.geometry.layers for _ in range(self._tp)]
+        self._regions[region] = states
+        for owner in before:
+            left = {state: self._left_in(state, blocks) for rows in self._regions[owner] for state in set(rows)}
+            for rank, rows in enumerate(self._regions[owner]):
+                for layer, state in enumerate(rows):
+                    for copy in left[state]:
+                        states[rank][layer] = self._after(states[rank][layer], copy)
+        self._owner[blocks] = region
 
-    def land(self, rank: int, layer: int, copy: Copy) -> None:
-        """The batch is in memory from now on."""
-        states = self._states[rank]
-        before = states[layer]
+    def _left_in(self, state: int, blocks: Codes) -> list[Copy]:
+        """The copies of a state that still show in `blocks`: from the last back to those that filled them all."""
+        hidden = set(blocks.tolist())
+        left: list[Copy] = []
+        for copy in reversed(self._chain(state)):
+            cells = np.unique(_cells_of_units(self.shape, copy.where)) if copy.by_unit else copy.where
+            touched, counts = np.unique(cells // self.shape.heads % self.shape.num_blocks, return_counts=True)
+            if hidden.isdisjoint(touched.tolist()):
+                continue
+            left.append(copy)
+            if not copy.by_unit:
+                hidden -= set(touched[counts == self.geometry.planes * self.shape.heads].tolist())
+        return left[::-1]
+
+    def land(self, rank: int, layer: int, region: int, copy: Copy) -> None:
+        """A batch of whole cells landed in the blocks of its own request."""
+        states = self._regions[region][rank]
+        states[layer] = self._after(states[layer], copy)
+
+    def land_astray(self, rank: int, layer: int, copy: Copy, home: int | None) -> int:
+        """A batch that may hit any block. Returns how many cells it changed outside region `home`."""
+        cells = np.unique(_cells_of_units(self.shape, copy.where)) if copy.by_unit else copy.where
+        owners = self._owner[cells // self.shape.heads % self.shape.num_blocks]
+        changed = 0
+        for owner in np.unique(owners).tolist():
+            mine = cells[owners == owner]
+            if owner < 0:
+                before, after = 0, self._after(0, copy)
+            else:
+                before = self._regions[owner][rank][layer]
+                after = self._regions[owner][rank][layer] = self._after(before, copy)
+            if owner != home:
+                changed += int((self._units(before, mine) != self._units(after, mine)).any(axis=1).sum())
+        return changed
+
+    def count(self, rank: int, layer: int, region: int, need: Need) -> Count:
+        """How much of `need` the region holds in this rank and layer."""
+        return self._count(self._regions[region][rank][layer], need)
+
+    def count_all(self, rank: int, region: int, need: Need) -> Count:
+        """`count` over all layers of a rank; layers in the same state are looked at once."""
+        covered = wrong = missing = 0
+        for state, layers in Counter(self._regions[region][rank]).items():
+            count = self._count(state, need)
+            covered += layers * count.covered
+            wrong += layers * count.wrong
+            missing += layers * count.missing
+        return Count(covered, wrong, missing)
+
+    def _after(self, before: int, copy: Copy) -> int:
+        """The state after `copy` landed in a layer that was in state `before`."""
         children = self._children.get(id(copy))
         if children is None:
             children = self._children[id(copy)] = {}
@@ -147,53 +210,7 @@ class Ledger:
             after = children[before] = len(self._parents)
             self._parents.append(before)
             self._copies.append(copy)
-        states[layer] = after
-
-    def count(self, state: int, need: Need) -> Count:
-        """How much of `need` a layer in this state holds."""
-        key = (state, id(need))
-        count = self._counts.get(key)
-        if count is None:
-            self._kept.append(need)
-            count = self._counts[key] = self._count(state, need)
-        return count
-
-    def count_all(self, rank: int, need: Need) -> Count:
-        """`count` over all layers of a rank; layers in the same state are looked at once."""
-        covered = wrong = missing = 0
-        for state, layers in Counter(self._states[rank]).items():
-            count = self.count(state, need)
-            covered += layers * count.covered
-            wrong += layers * count.wrong
-            missing += layers * count.missing
-        return Count(covered, wrong, missing)
-
-    def _count(self, state: int, need: Need) -> Count:
-        chain = self._chain(state)
-        if any(copy.by_unit for copy in chain):
-            size, tokens = self.shape.block_size, np.arange(self.shape.block_size)
-            held = self._units(chain)[_units_of_cells(self.shape, need.where)]
-            covered = int((held == need.codes[:, None] * size + tokens).all(axis=1).sum())
-            missing = int((held == EMPTY).all(axis=1).sum())
-        else:
-            cells = self._cells_of(state)[need.where]
-            covered = int((cells == need.codes).sum())
-            missing = int((cells == EMPTY).sum())
-        return Count(covered, len(need.where) - covered - missing, missing)
-
-    def changed(self, before: int, after: int, spared: Need | None) -> int:
-        """Number of cells outside `spared` that differ between two states."""
-        chains = self._chain(before), self._chain(after)
-        if any(copy.by_unit for chain in chains for copy in chain):
-            units = self._units(chains[0]) != self._units(chains[1])
-            grid = units.reshape(-1, self.shape.block_size, self.shape.heads)
-            differs = grid.any(axis=1).reshape(-1)
-        else:
-            differs = self._cells_of(before) != self._cells_of(after)
-        if spared is not None:
-            differs = differs.copy()
-            differs[spared.where] = False
-        return int(differs.sum())
+        return after
 
     def _chain(self, state: int) -> list[Copy]:
         chain = []
@@ -204,29 +221,43 @@ class Ledger:
             state = self._parents[state]
         return chain[::-1]
 
-    def _cells_of(self, state: int) -> Codes:
-        known = self._cells.get(state)
+    def _count(self, state: int, need: Need) -> Count:
+        key = (state, id(need))
+        known = self._counts.get(key)
         if known is not None:
             return known
-        copy = self._copies[state]
-        if copy is None:
-            cells: Codes = np.zeros(self.shape.cells, dtype=np.int64)
+        if any(copy.by_unit for copy in self._chain(state)):
+            tokens = np.arange(self.shape.block_size)
+            held = self._units(state, need.where)
+            covered = int((held == need.codes[:, None] * self.shape.block_size + tokens).all(axis=1).sum())
+            missing = int((held == EMPTY).all(axis=1).sum())
         else:
-            cells = self._cells_of(self._parents[state]).copy()
+            cells = self._cells(state)[need.where]
+            covered = int((cells == need.codes).sum())
+            missing = int((cells == EMPTY).sum())
+        self._kept.append(need)
+        count = self._counts[key] = Count(covered, len(need.where) - covered - missing, missing)
+        return count
+
+    def _cells(self, state: int) -> Codes:
+        """Codes of all cells, for a state that whole cells made."""
+        cells: Codes = np.zeros(self.shape.cells, dtype=np.int64)
+        for copy in self._chain(state):
             cells[copy.where] = copy.codes
-        self._cells[state] = cells
         return cells
 
-    def _units(self, chain: list[Copy]) -> Codes:
+    def _units(self, state: int, cells: Codes) -> Codes:
+        """Unit codes of some cells, shape [cells, block_size]."""
         units: Codes = np.zeros(self.shape.units, dtype=np.int64)
         tokens = np.arange(self.shape.block_size)
-        for copy in chain:
+        for copy in self._chain(state):
             if copy.by_unit:
                 units[copy.where] = copy.codes
             else:
                 codes = (copy.codes[:, None] * self.shape.block_size + tokens) * (copy.codes[:, None] > 0)
                 units[_units_of_cells(self.shape, copy.where)] = codes
-        return units
+        held: Codes = units[_units_of_cells(self.shape, cells)]
+        return held
 
 
 def _units_of_cells(shape: CacheShape, cells: Codes) -> Codes:
@@ -235,3 +266,10 @@ def _units_of_cells(shape: CacheShape, cells: Codes) -> Codes:
     tokens = np.arange(shape.block_size)
     units: Codes = (plane_block[:, None] * shape.block_size + tokens) * shape.heads + slot[:, None]
     return units
+
+
+def _cells_of_units(shape: CacheShape, units: Codes) -> Codes:
+    """The cell in which each unit lies."""
+    block_token, slot = np.divmod(units, shape.heads)
+    cells: Codes = block_token // shape.block_size * shape.heads + slot
+    return cells

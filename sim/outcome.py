@@ -26,7 +26,7 @@ def end_count(world: World, transfer: Transfer, tp: int) -> Count:
     if not transfer.needs:
         cells = transfer.request.blocks * world.geometry.planes * world.setup.decode.shape.heads
         return Count(0, 0, cells * world.geometry.layers)
-    return world.decodes[transfer.request.decode_dp].ledger.count_all(tp, transfer.needs[tp])
+    return world.decodes[transfer.request.decode_dp].ledger.count_all(tp, transfer.index, transfer.needs[tp])
 
 
 def request_tallies(world: World, transfer: Transfer) -> list[Tally]:

@@ -70,7 +70,7 @@ class World:
         """Coverage when the run is over, shape [TP ranks of the request's decode DP rank][layers]; no rows if never admitted."""
         transfer = self.transfers[request]
         ledger, layers = self.decodes[transfer.request.decode_dp].ledger, range(self.geometry.layers)
-        counts = [[ledger.count(ledger.state(tp, layer), need) for layer in layers] for tp, need in enumerate(transfer.needs)]
+        counts = [[ledger.count(tp, layer, request, need) for layer in layers] for tp, need in enumerate(transfer.needs)]
         return [[count.covered / count.cells for count in row] for row in counts]
 
     # -- the router -------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sim.geometry import CacheShape, Geometry
-from sim.ledger import Bytes, Copy, Count, Ledger, Need, cell_copy, cell_index, code_of, raw_copy
+from sim.ledger import Bytes, Count, Ledger, Need, cell_copy, cell_index, code_of, raw_copy
 
 
 def shape_of(geometry: Geometry, heads: int, num_blocks: int, block_size: int) -> CacheShape:
@@ -33,15 +33,17 @@ def test_cells_and_units_count_alike(case: tuple[Geometry, CacheShape, list[tupl
     """The fast way (whole cells) and the exact way (every token of every head) agree, and so does a plain dictionary."""
     geometry, shape, some, needed = case
     by_cell, by_unit = Ledger(geometry, shape, tp=1), Ledger(geometry, shape, tp=1)
+    for ledger in (by_cell, by_unit):
+        ledger.admit(0, np.arange(6))
     held: dict[tuple[int, int, int], tuple[int, int]] = {}
     for contents, blocks, first_head in some:
         pool = np.zeros(shape.num_blocks, dtype=np.int64)
         pool[blocks] = contents
         copy = cell_copy(geometry, shape, np.array(contents), np.array(blocks), first_head, 0, shape.heads)
-        by_cell.land(0, 0, copy)
+        by_cell.land(0, 0, 0, copy)
         raw = raw_copy(geometry, Bytes(shape, pool, first_head), Bytes(shape, pool, 0), [(b, b) for b in blocks], into_remote=True)
         assert raw is not None
-        by_unit.land(0, 0, raw)
+        assert by_unit.land_astray(0, 0, raw, home=0) == 0
         for content, block in zip(contents, blocks, strict=True):
             for plane in range(2):
                 for slot in range(shape.heads):
@@ -56,8 +58,8 @@ def test_cells_and_units_count_alike(case: tuple[Geometry, CacheShape, list[tupl
                 want["missing" if have is None else "covered" if have == (2, 1 + slot) else "wrong"] += 1
     need = Need(np.concatenate(where), np.concatenate(codes))
     expected = Count(want["covered"], want["wrong"], want["missing"])
-    assert by_cell.count(by_cell.state(0, 0), need) == expected
-    assert by_unit.count(by_unit.state(0, 0), need) == expected
+    assert by_cell.count(0, 0, 0, need) == expected
+    assert by_unit.count(0, 0, 0, need) == expected
 
 
 def test_a_batch_past_the_region_is_refused_whole() -> None:
@@ -69,16 +71,28 @@ def test_a_batch_past_the_region_is_refused_whole() -> None:
     assert raw_copy(geometry, Bytes(narrow, pool, 0), Bytes(wide, pool, 0), [(1, 1)], into_remote=True) is not None
 
 
-def test_changed_counts_cells_outside_what_is_spared() -> None:
+def test_a_write_astray_counts_the_cells_that_it_changes() -> None:
+    """Request 0 owns blocks 4 and 5, request 1 block 6; a batch of request 0 over 4 to 7 changes 6 and 7."""
     geometry = Geometry(layers=1, kv_heads=1, head_dim=1, mla=True)
     shape = shape_of(geometry, 1, 8, 2)
     ledger = Ledger(geometry, shape, tp=1)
-    copy = cell_copy(geometry, shape, np.array([1, 2, 3]), np.array([4, 5, 6]), 0, 0, 1)
-    ledger.land(0, 0, copy)
-    spared = Need(np.array([5]), np.array([0]))
-    assert ledger.changed(0, ledger.state(0, 0), None) == 3
-    assert ledger.changed(0, ledger.state(0, 0), spared) == 2
-    again: Copy = cell_copy(geometry, shape, np.array([1]), np.array([4]), 0, 0, 1)
-    before = ledger.state(0, 0)
-    ledger.land(0, 0, again)
-    assert ledger.changed(before, ledger.state(0, 0), None) == 0, "the same identity again changes nothing"
+    ledger.admit(0, np.array([4, 5]))
+    ledger.admit(1, np.array([6]))
+    copy = cell_copy(geometry, shape, np.array([1, 2, 3, 4]), np.array([4, 5, 6, 7]), 0, 0, 1)
+    assert ledger.land_astray(0, 0, copy, home=0) == 2
+    assert ledger.land_astray(0, 0, copy, home=None) == 1, "the same identities again change only what nobody ever owned"
+    need = Need(np.array([6]), np.array([99]))
+    assert ledger.count(0, 0, 1, need) == Count(0, 1, 0)
+
+
+def test_a_new_owner_finds_what_the_last_one_left() -> None:
+    geometry = Geometry(layers=1, kv_heads=1, head_dim=1, mla=True)
+    shape = shape_of(geometry, 1, 4, 1)
+    ledger = Ledger(geometry, shape, tp=1)
+    ledger.admit(0, np.array([1, 2]))
+    ledger.land(0, 0, 0, cell_copy(geometry, shape, np.array([1, 2]), np.array([1, 2]), 0, 0, 1))
+    ledger.admit(1, np.array([2, 3]))
+    need = Need(np.array([2, 3]), code_of(geometry, np.array([7, 8]), 0, 0))
+    assert ledger.count(0, 0, 1, need) == Count(0, 1, 1)
+    ledger.land(0, 0, 1, cell_copy(geometry, shape, np.array([7, 8]), np.array([2, 3]), 0, 0, 1))
+    assert ledger.count(0, 0, 1, need) == Count(2, 0, 0)
