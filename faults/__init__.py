@@ -5,6 +5,36 @@ fault = parse_fault("drop:remote_tp_size@prefill")
 params, fired = fault.rewrite({"remote_tp_size": 8})
 """
 
-from faults.params import KINDS, FaultKind, FaultSyntaxError, KeyFault, apply_faults, parse_fault
+import difflib
 
-__all__ = ["KINDS", "FaultKind", "FaultSyntaxError", "KeyFault", "apply_faults", "parse_fault"]
+from faults.events import EVENT_KINDS, EventFault, parse_event_fault
+from faults.injector import Fault, Injector
+from faults.kinds import FaultKind, FaultSyntaxError
+from faults.params import KEY_KINDS, KeyFault, apply_faults, parse_key_fault
+
+KINDS: dict[str, FaultKind] = {**KEY_KINDS, **EVENT_KINDS}
+
+
+def parse_fault(text: str) -> Fault:
+    """Read any fault shorthand; raises FaultSyntaxError with the nearest right form."""
+    kind, colon, _ = text.partition(":")
+    if colon and kind in KEY_KINDS:
+        return parse_key_fault(text)
+    if colon and kind in EVENT_KINDS:
+        return parse_event_fault(text)
+    close = difflib.get_close_matches(kind, KINDS, n=1, cutoff=0.5)
+    right = KINDS[close[0]].syntax if close else ", ".join(KINDS)
+    raise FaultSyntaxError(f"no fault kind {kind!r} in {text!r}; use {right}")
+
+
+__all__ = [
+    "KINDS",
+    "EventFault",
+    "Fault",
+    "FaultKind",
+    "FaultSyntaxError",
+    "Injector",
+    "KeyFault",
+    "apply_faults",
+    "parse_fault",
+]

@@ -13,26 +13,13 @@ from typing import Any, Literal
 
 import msgspec
 
+from faults.kinds import FaultKind, FaultSyntaxError
+
 Leg = Literal["prefill", "decode"]
 LEGS: tuple[Leg, Leg] = ("prefill", "decode")
 
 
-class FaultSyntaxError(ValueError):
-    """A fault shorthand that can't be read; the message says what would be right."""
-
-
-class FaultKind(msgspec.Struct, frozen=True):
-    """One row of `kvcover faults`."""
-
-    name: str
-    syntax: str
-    point: str
-    tiers: tuple[str, ...]
-    text: str
-    report: str
-
-
-KINDS: dict[str, FaultKind] = {
+KEY_KINDS: dict[str, FaultKind] = {
     kind.name: kind
     for kind in (
         FaultKind(
@@ -112,20 +99,16 @@ def apply_faults(faults: Iterable[KeyFault], params: Mapping[str, Any], leg: str
     return after, fired
 
 
-def parse_fault(text: str) -> KeyFault:
+def parse_key_fault(text: str) -> KeyFault:
     """Read a shorthand such as `drop:remote_tp_size@prefill` or `set:remote_tp_size=1@decode#0`.
 
     Raises FaultSyntaxError with the nearest right form.
     """
-    kind, colon, rest = text.partition(":")
-    if not colon or kind not in KINDS:
-        close = difflib.get_close_matches(kind, KINDS, n=1, cutoff=0.5)
-        right = KINDS[close[0]].syntax if close else ", ".join(k.syntax for k in KINDS.values())
-        raise FaultSyntaxError(f"no fault kind {kind!r} in {text!r}; use {right}")
+    kind, _, rest = text.partition(":")
     body, leg, requests = _split_target(text, rest)
     key, equals, value = body.partition("=")
     if not key or (kind == "drop") == bool(equals) or (kind == "rename" and not value):
-        raise FaultSyntaxError(f"can't read {text!r}; use {KINDS[kind].syntax}")
+        raise FaultSyntaxError(f"can't read {text!r}; use {KEY_KINDS[kind].syntax}")
     if kind == "set":
         try:
             parsed = json.loads(value)

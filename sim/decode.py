@@ -6,25 +6,22 @@ In READ the request runs in the step in which its reads are posted; what holds t
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Generator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from sim.errors import PeerRefusal
-from sim.ledger import Bytes, Copy, Ledger, cell_copy, raw_copy
-from sim.legs import Leg, peer_address, read_leg, transfer_id_of
-from sim.policies import Target, as_int
+from sim.ledger import Copy, Ledger, cell_copy
+from sim.legs import Leg, peer_address, pods_of, read_leg, transfer_id_of
+from sim.policies import as_int, fold
 from sim.rank import Rank
+from sim.reader import NEVER, Landing, Reader, Source
 from sim.transfer import BlockPool, Transfer
 
 if TYPE_CHECKING:
-    from sim.prefill import PrefillRank
     from sim.world import World
-
-
-class Read(list[tuple[Target, "PrefillRank", Copy | None]]):
-    """What one decode rank reads for one request: from whom, and the batch of every layer (None: refused by MoRI)."""
 
 
 class DecodeRank(Rank):
@@ -35,144 +32,40 @@ class DecodeRank(Rank):
         self.engine = engine
         self.me = engine.me
         self.tp = tp
+        self.reader = Reader(self, engine.dp)
         self.messages: dict[str, int] = {}
-        self.nic_free_at = 0
-        self.agents: dict[tuple[int, int | None], Any] = {}
-        self.reads_started = engine.dp  # the round of flexible reads starts at the DP rank
 
     def land(self, layer: int, copy: Copy, transfer: Transfer, source: str, kind: str) -> None:
         """A batch landed here. What it changes outside this request's own cells is astray."""
         engine, world = self.engine, self.world
         mine = transfer.home is engine
-        if mine and not copy.by_unit:
+        if mine and not copy.by_unit and transfer.own_blocks_only:
             engine.ledger.land(self.tp, layer, transfer.index, copy)
         else:
             world.stray += engine.ledger.land_astray(self.tp, layer, copy, transfer.index if mine else None)
-        world.history.rows.append((world.clock.now, kind, source, self.name, transfer.index, layer, "" if mine else "astray"))
-
-    # -- WRITE ------------------------------------------------------------------------------------------------
+        now = world.clock.now
+        if transfer.first_byte_ns < 0:
+            transfer.first_byte_ns = now
+        world.history.rows.append((now, kind, source, self.name, transfer.index, layer, "" if mine else "astray"))
 
     def on_write_done(self, transfer_id: Any, transfer: Transfer, writers: int, sender: str) -> None:
         """A prefill rank says that it wrote; complete at once, or when all writers said so."""
-        key = str(transfer_id)
-        count = self.messages.get(key, 0) + 1
+        if not isinstance(transfer_id, str):
+            return  # the sender refuses to send an id that is no string
+        count = self.messages.get(transfer_id, 0) + 1
         if self.me.release.completion == "all_writers" and count < writers:
-            self.messages[key] = count
+            self.messages[transfer_id] = count
             return
-        self.messages.pop(key, None)
+        self.messages.pop(transfer_id, None)
         self.world.log("told", self.name, sender, transfer.index)
-        self.engine.report(key, failed=False)
+        self.engine.report(transfer_id, failed=False)
 
     def on_write_failed(self, transfer_id: Any, transfer: Transfer, sender: str) -> None:
+        """A prefill rank says that nothing was or will be written; 0.33.0 knows the message."""
         key = str(transfer_id)
         self.messages.pop(key, None)
         self.world.log("told_failed", self.name, sender, transfer.index)
         self.engine.report(key, failed=True)
-
-    # -- READ -------------------------------------------------------------------------------------------------
-
-    def dial(self, leg: Leg, keys: list[tuple[int, int | None]]) -> bool:
-        """Handshake with these (DP, TP) ranks of prefill, one after another; False if one never answers."""
-        release = self.me.release
-        for dp, tp in keys:
-            if (dp, tp) in self.agents:
-                continue
-            dialled = tp if tp is not None else self._source_tp(leg)
-            port = leg.handshake_port + release.call("dial")(dp, dialled, as_int(leg.peer_tp))
-            rank = self.world.network.owner((leg.host, port))
-            if rank is None:
-                self.world.log("dial_dead", self.name, f"port {port}", detail=f"for P dp{dp} tp{dialled}")
-                return False
-            self.agents[dp, tp] = rank
-            self.world.log("dialled", self.name, rank.name, detail=f"port {port} for dp{dp} tp{dialled}")
-        return True
-
-    def _source_tp(self, leg: Leg) -> int:
-        return self._targets(leg)[0].tp_rank
-
-    def _targets(self, leg: Leg) -> list[Target]:
-        release = self.me.release
-        size = release.call("unknown_tp_map")(leg.peer_tp, self.me.tp)
-        targets: list[Target] = release.call("read_map")(self.tp, self.me.tp, size, self.world.geometry)
-        return targets
-
-    def keys(self, leg: Leg) -> list[tuple[int, int | None]]:
-        """The (DP, TP) ranks of prefill that this rank handshakes with; TP None is the one that the map names."""
-        dps = range(as_int(leg.dp_size))
-        if self._flexible(leg):
-            return [(0, tp) for tp in range(as_int(leg.peer_tp))]
-        targets = self._targets(leg)
-        if len(targets) > 1:
-            return [(dp, target.tp_rank) for dp in dps for target in targets]
-        return [(dp, None) for dp in dps]
-
-    def _flexible(self, leg: Leg) -> bool:
-        return (
-            self.me.release.read_flex == "mla_tp1"
-            and self.me.tp == 1
-            and self.world.geometry.mla
-            and as_int(leg.dp_size) == 1
-            and as_int(leg.peer_tp) > 1
-        )
-
-    def plan_read(self, leg: Leg, transfer: Transfer) -> Read:
-        """Sources and batches of one request. Raises PeerRefusal where `start_load_kv` raises."""
-        release, geometry, me = self.me.release, self.world.geometry, self.me
-        if self._flexible(leg):
-            chosen = self.reads_started % as_int(leg.peer_tp)
-            self.reads_started += 1
-            targets = [Target(chosen, 0, 0, 1)]
-        else:
-            targets = self._targets(leg)
-        dp = as_int(leg.dp_rank) if release.read_dp == "param" else 0
-        read = Read()
-        for target in targets:
-            named = self._flexible(leg) or len(targets) > 1
-            source = self.agents.get((dp, target.tp_rank if named else None))
-            if source is None:
-                raise PeerRefusal("KeyError", f"no session to prefill DP rank {dp}")
-            guard_size = release.call("unknown_tp_guard")(leg.peer_tp, me.tp)
-            release.call("read_guard")(me.tp, guard_size, me.shape, source.me.shape, geometry)
-            read.append((target, source, self._plan_copy(target, source, transfer, leg)))
-        return read
-
-    def _plan_copy(self, target: Target, source: PrefillRank, transfer: Transfer, leg: Leg) -> Copy | None:
-        assert transfer.decode_blocks is not None
-        geometry, mine, theirs = self.world.geometry, self.me.shape, source.me.shape
-        contents = source.engine.contents
-        pairs = self.me.release.call("read_pairing")(transfer.decode_blocks.tolist(), list(leg.blocks))
-        partial = target.count < mine.heads
-        if mine.heads != theirs.heads and not partial and self.me.release.read_map != "gather":
-            return raw_copy(
-                geometry, Bytes(mine, contents, 0), Bytes(theirs, contents, source.first_head), pairs, into_remote=False
-            )
-        local, remote = (np.array(side, dtype=np.int64) for side in zip(*pairs, strict=True))
-        first = source.first_head + target.remote
-        return cell_copy(geometry, mine, contents[remote], local, first, target.local, target.count)
-
-    def post(self, read: Read, transfer: Transfer) -> tuple[list[int], bool]:
-        """Post all layers; returns when each has landed (ns, one a layer) and whether MoRI refused any."""
-        clock, fabric, layers = self.world.clock, self.world.fabric, self.world.geometry.layers
-        lands = [clock.now] * layers
-        refused = any(copy is None for _target, _source, copy in read)
-        for layer in range(layers):
-            for _target, source, copy in read:
-                if copy is None:
-                    self.world.log("transfer_failed", self.name, source.name, transfer.index, layer, "length out of range")
-                    continue
-                busy_until = max(clock.now, self.nic_free_at) + fabric.occupancy_ns(copy.size_bytes, "read")
-                self.nic_free_at = busy_until
-                land = busy_until + fabric.fixed_ns("read")
-                lands[layer] = max(lands[layer], land)
-                self._land_later(layer, copy, transfer, source, land)
-        return lands, refused
-
-    def _land_later(self, layer: int, copy: Copy, transfer: Transfer, source: PrefillRank, land: int) -> None:
-        clock = self.world.clock
-        if land == clock.now:
-            self.land(layer, copy, transfer, source.name, "read")
-        else:
-            clock.after(land - clock.now, lambda _event: self.land(layer, copy, transfer, source.name, "read"))
 
     def look(self, transfer: Transfer, layer: int) -> None:
         """Decode uses this layer now: note what is there."""
@@ -181,25 +74,6 @@ class DecodeRank(Rank):
     def look_at_all(self, transfer: Transfer) -> None:
         """Decode uses all layers from now on."""
         transfer.used(self.tp, self.engine.ledger.count_all(self.tp, transfer.index, transfer.needs[self.tp]))
-
-    def send_release(self, leg: Leg, read: Read, transfer: Transfer) -> None:
-        """Tell prefill's ranks, as this release knows them, that the blocks are read (or that the read failed)."""
-        release = self.me.release
-        size = release.call("unknown_tp_map")(leg.peer_tp, self.me.tp)
-        sources = [target.tp_rank for target, _source, _copy in read]
-        holders = release.call("release_to")(self.tp, sources, self.me.tp, size)
-        if self._flexible(leg) and release.release_to == "holders":
-            holders = range(as_int(leg.peer_tp))
-        dp = as_int(leg.dp_rank) if release.read_dp == "param" else 0
-        factor = {"tp": 0, "raw": as_int(leg.peer_tp), "effective": size}[release.release_port]
-        consumer = 1 if release.release_to == "own_rank" else self.me.tp
-        for tp in holders:
-            port = leg.notify_port + dp * factor + tp
-            self.world.log("release_sent", self.name, f"port {port}", transfer.index)
-            self.world.network.send(
-                self.name, (leg.host, port), transfer.index, "release",
-                lambda rank: rank.on_release(leg.transfer_id, transfer, consumer, self.name),
-            )  # fmt: skip
 
 
 class DecodeEngine:
@@ -217,16 +91,43 @@ class DecodeEngine:
         self.started = True
         self.ranks = [DecodeRank(self, tp) for tp in range(self.me.tp)]
         self.waiting: dict[str, Transfer] = {}
+        self._queue: deque[tuple[Transfer, dict[str, Any]]] = deque()  # not yet admitted: the pool is full
         self._reports: dict[str, int] = {}
         self._failed: set[str] = set()
+        self._early_failures: set[str] = set()
+
+    # -- admission --------------------------------------------------------------------------------------------
 
     def submit(self, transfer: Transfer, params: dict[str, Any]) -> None:
         """A leg arrived at the scheduler."""
         if not self.started:
             return
-        if self.crashed:
-            transfer.bad_end = "crash"
+        abort = self.world.planned_abort(transfer)
+        if abort is not None and abort.at == "before":
+            self.world.injector.note(abort)
+            self._abort_before_allocation(transfer, params)
             return
+        self._queue.append((transfer, params))
+        self._admit()
+
+    def _admit(self) -> None:
+        """Give blocks to waiting requests, in order, as long as there are some."""
+        while self._queue:
+            transfer, params = self._queue[0]
+            count = self.world.block_count(transfer.request, self.me)
+            if not self.crashed and not self.pool.fits(count, transfer.request.decode_blocks):
+                return
+            self._queue.popleft()
+            if self.crashed:
+                transfer.bad_end = "crash"
+                continue
+            delay = self.world.step_delay("decode")
+            if delay:
+                self.world.clock.after(delay, lambda _event, t=transfer, p=params: self._start(t, p))  # type: ignore[misc]
+            else:
+                self._start(transfer, params)
+
+    def _start(self, transfer: Transfer, params: dict[str, Any]) -> None:
         refuses = self.me.release.write_map_error == "request_refused"
         try:
             if refuses and (why := self.world.refuses()):
@@ -242,11 +143,22 @@ class DecodeEngine:
                 self.crash(str(refusal), transfer)
 
     def _allocate(self, transfer: Transfer) -> list[int]:
-        blocks = self.pool.take(transfer.index, transfer.request.blocks, transfer.request.decode_blocks)
+        """Blocks for the whole prompt; those in the prefix cache hold their content already."""
+        request = transfer.request
+        blocks = self.pool.take(request.index, self.world.block_count(request, self.me), request.decode_blocks)
         transfer.admit(blocks, self)
         self.ledger.admit(transfer.index, blocks)
+        if hit := request.decode_hit_blocks:
+            for rank in self.ranks:
+                self._fill_from_cache(rank.tp, transfer, blocks[:hit], hit)
         ids: list[int] = blocks.tolist()
         return ids
+
+    def _fill_from_cache(self, tp: int, transfer: Transfer, blocks: Any, hit: int) -> None:
+        heads = self.world.geometry.heads_of(tp, self.me.tp)
+        copy = cell_copy(self.world.geometry, self.me.shape, transfer.contents[:hit], blocks, heads.start, 0, len(heads))
+        for layer in range(self.world.geometry.layers):
+            self.ledger.land(tp, layer, transfer.index, copy)
 
     # -- WRITE ------------------------------------------------------------------------------------------------
 
@@ -256,39 +168,81 @@ class DecodeEngine:
         if not wanted and release.match_write == "if_do_remote_prefill":
             self._recompute(transfer)
             return
-        transfer_id = transfer_id_of(params, release.transfer_id_missing, f"D-{transfer.index}")
+        transfer_id = transfer_id_of(params, release.transfer_id_missing, f"D-{transfer.index}") if params else None
         blocks = self._allocate(transfer)
+        nothing_needed = transfer.request.external_zero
+        if nothing_needed:
+            self._announce_nothing(transfer, params, transfer_id, blocks)
+            self._compute_locally(transfer)
+            return
         self.waiting[str(transfer_id)] = transfer
         if wanted:
             self._tell_blocks(transfer, params, transfer_id, blocks)
+        abort = self.world.planned_abort(transfer)
+        if abort is not None and abort.at == "waiting":
+            after_ns = round((abort.ms or 0.0) * 1e6)
+            self.world.clock.after(after_ns, lambda _event: self._abort_waiting(transfer, str(transfer_id), abort))
+        if str(transfer_id) in self._early_failures:
+            self.fail(transfer, "prefill reported before admission that its blocks never come")
+
+    def _announce_nothing(self, transfer: Transfer, params: dict[str, Any], transfer_id: Any, blocks: list[int]) -> None:
+        """What prefill hears of a request that decode computes by itself (vllm#58108, F30)."""
+        policy = self.me.release.external_zero
+        if policy == "full_table":
+            self._tell_blocks(transfer, params, transfer_id, blocks)
+        elif policy == "empty_list":
+            self._tell_blocks(transfer, params, transfer_id, [])
+        elif self.me.release.call("blocks_ready_gate")(params, self.dp, self.me.pod(self.dp)):
+            self._release_early(transfer, params, transfer_id)
 
     def _tell_blocks(self, transfer: Transfer, params: dict[str, Any], transfer_id: Any, blocks: list[int]) -> None:
         """Send our block ids to prefill's ranks, as many as this release counts."""
-        release, peer = self.me.release, self.world.setup.prefill
-        if not release.call("blocks_ready_gate")(params, self.dp, 0):
+        release = self.me.release
+        if not release.call("blocks_ready_gate")(params, self.dp, self.me.pod(self.dp)):
             return
+        for address in self._prefill_ports(params, folded=True):
+            self.world.log("blocks_ready_sent", self.name, f"port {address[1]}", transfer.index)
+            self.world.network.send(
+                self.name, address, transfer.index, "remote_blocks",
+                lambda rank: rank.on_blocks_ready(transfer_id, transfer, blocks, self.dp),
+            )  # fmt: skip
+
+    def _prefill_ports(self, params: dict[str, Any], folded: bool) -> list[tuple[str, int]]:
+        """Notify addresses of the prefill ranks that this release knows; unfolded ones know nothing of pods."""
+        release, peer = self.me.release, self.world.setup.prefill
         host, _handshake, notify_port = peer_address(params, release.address, peer)
         dp = params.get("remote_dp_rank", 0)
         if not isinstance(dp, int):
             raise PeerRefusal("TypeError", f"remote_dp_rank {dp!r} in port arithmetic")
+        local = as_int(params.get("remote_dp_size_local", 0) or 0) if release.pod_routing != "none" and folded else 0
+        if local:
+            hosts = pods_of(params, host)
+            host = hosts[dp // local] if dp // local < len(hosts) else hosts[0]
         width = release.call("blocks_ready_width")(params, self.me.tp, peer.tp)
-        for tp in range(width):
-            port = notify_port + release.call("ports")(dp, tp, peer.tp)
-            self.world.log("blocks_ready_sent", self.name, f"port {port}", transfer.index)
+        offset = release.call("ports")
+        return [(host, notify_port + offset(fold(dp, local), tp, peer.tp)) for tp in range(width)]
+
+    def _release_early(self, transfer: Transfer, params: dict[str, Any], transfer_id: Any) -> None:
+        """Tell prefill's ranks that decode needs nothing of this request."""
+        consumer = self.me.tp if self.me.release.early_release_acks == "decode_size" else 1
+        for address in self._prefill_ports(params, folded=False):
+            self.world.log("release_sent", self.name, f"port {address[1]}", transfer.index)
             self.world.network.send(
-                self.name, (host, port), transfer.index, "remote_blocks",
-                lambda rank: rank.on_blocks_ready(transfer_id, transfer, blocks, self.dp),
+                self.name, address, transfer.index, "release",
+                lambda rank: rank.on_release(transfer_id, transfer, consumer, self.name),
             )  # fmt: skip
 
     def report(self, transfer_id: str, failed: bool) -> None:
         """A rank reported the transfer finished; the executor counts reports and does not ask from whom."""
         transfer = self.waiting.get(transfer_id)
         if transfer is None:
+            if failed:
+                self._early_failures.add(transfer_id)
             return
         self._reports[transfer_id] = self._reports.get(transfer_id, 0) + 1
         if failed:
             self._failed.add(transfer_id)
-        if self._reports[transfer_id] < self.me.tp:
+        if self._reports[transfer_id] < self.me.tp or self.crashed:
             return
         del self.waiting[transfer_id]
         if transfer_id in self._failed:
@@ -298,12 +252,16 @@ class DecodeEngine:
 
     def _go(self, transfer: Transfer) -> None:
         """The scheduler resumes the request: from here on it uses its cells."""
-        transfer.went = True
-        self.world.log("go", self.name, request=transfer.index)
+        self._note_go(transfer)
         for rank in self.ranks:
             rank.look_at_all(transfer)
         step_ns = self.world.timing.decode_layer_ns * self.world.geometry.layers
         self.world.clock.after(step_ns, lambda _event: self._end(transfer))
+
+    def _note_go(self, transfer: Transfer) -> None:
+        transfer.went = True
+        transfer.go_ns = self.world.clock.now
+        self.world.log("go", self.name, request=transfer.index)
 
     # -- READ -------------------------------------------------------------------------------------------------
 
@@ -312,118 +270,232 @@ class DecodeEngine:
         if not params.get("do_remote_prefill") and release.match_read == "if_do_remote_prefill":
             self._recompute(transfer)
             return
-        transfer_id_of(params, release.transfer_id_missing, f"D-{transfer.index}")
+        if params:
+            transfer_id_of(params, release.transfer_id_missing, f"D-{transfer.index}")
         wanted = params.get("do_remote_prefill") and params.get("remote_block_ids") and "remote_engine_id" in params
         leg = read_leg(params, self.me, self.world.setup.prefill, f"D-{transfer.index}") if wanted else None
-        self._allocate(transfer)
-        self.world.clock.process(self._guarded(transfer, leg))
+        local = self._allocate(transfer)
+        if transfer.request.external_zero and release.read_pairing != "exact":
+            local = []
+        self.world.clock.process(self._guarded(transfer, leg, local))
 
-    def _guarded(self, transfer: Transfer, leg: Leg | None) -> Generator[Any, None, None]:
+    def _guarded(self, transfer: Transfer, leg: Leg | None, local: list[int]) -> Generator[Any, None, None]:
         try:
-            yield from self._step(transfer, leg)
+            yield from self._step(transfer, leg, local)
         except PeerRefusal as refusal:
             self.crash(str(refusal), transfer)
 
-    def _step(self, transfer: Transfer, leg: Leg | None) -> Generator[Any, None, None]:
+    def _step(self, transfer: Transfer, leg: Leg | None, local: list[int]) -> Generator[Any, None, None]:
         """The engine step in which the request runs: handshakes, reads, barrier, forward."""
-        reads: dict[int, Read] = {}
-        if leg is not None:
+        if leg is not None and not (local == [] and self.me.release.read_pairing == "suffix"):
             yield from self._handshake(leg)
-            for rank in self.ranks:
-                if self.me.release.read_handshake == "lazy" and not rank.agents:
-                    continue  # it warned, and goes on without data
-                reads[rank.tp] = rank.plan_read(leg, transfer)
-        lands: dict[int, list[int]] = {}
-        failed = False
+        landings: dict[int, Landing] = {}
         for rank in self.ranks:
-            if rank.tp not in reads:
-                continue
-            lands[rank.tp], refused = rank.post(reads[rank.tp], transfer)
-            failed |= refused
-            assert leg is not None
-            self._close_read(rank, leg, reads[rank.tp], transfer, lands[rank.tp], refused)
-        if failed and self.me.release.read_failure == "load_errors":
+            if leg is None or (self.me.release.read_handshake == "lazy" and not rank.reader.agents):
+                continue  # nothing to read, or it warned that no session is there and goes on without data
+            sources = self._plan(rank, leg, transfer, local)
+            landings[rank.tp] = rank.reader.post(sources, transfer)
+            self._close_read(rank, leg, sources, transfer, landings[rank.tp])
+        if transfer.request.external_zero and not local:
+            self._compute_locally(transfer)
+            return
+        if any(landing.error for landing in landings.values()) and self.me.release.read_failure == "load_errors":
+            last = max(ns for landing in landings.values() for ns in landing.done_ns if ns < NEVER)
+            yield self.world.clock.timeout(max(last + 1 - self.world.clock.now, 1))
             self.fail(transfer, "reads failed")
             return
-        yield from self._use(transfer, lands)
+        yield from self._use(transfer, landings)
+
+    def _plan(self, rank: DecodeRank, leg: Leg, transfer: Transfer, local: list[int]) -> list[Source]:
+        if not local and self.me.release.read_pairing == "suffix":
+            dp = leg.dp_rank if isinstance(leg.dp_rank, int) else 0
+            return [Source(tp, self.world.prefills[dp].ranks[0], None, 0) for tp in range(self.world.setup.prefill.tp)][:1]
+        sources = rank.reader.plan(leg, transfer, local)
+        own = set(local)
+        for source in sources:
+            if source.copy is not None and self.me.release.read_pairing == "remote_tail_as_local":
+                cells = source.copy.where // self.me.shape.heads % self.me.shape.num_blocks
+                transfer.own_blocks_only &= source.copy.by_unit or set(np.unique(cells).tolist()) <= own
+        return sources
 
     def _handshake(self, leg: Leg) -> Generator[Any, None, None]:
+        """Every rank handshakes with its peers; the eager kind votes, and waits for a port that nobody bound for ever."""
         clock, eager = self.world.clock, self.me.release.read_handshake == "eager_vote"
-        dials = 0
+        dials, dead = 0, False
         for rank in self.ranks:
+            reader, known = rank.reader, len(rank.reader.agents)
             try:
-                keys = rank.keys(leg)
+                keys = reader.keys(leg)
             except PeerRefusal as refusal:
                 raise PeerRefusal("HandshakeError" if eager else "KeyError", f"no session to prefill: {refusal.text}") from None
-            known = len(rank.agents)
-            if not rank.dial(leg, keys):
-                if eager:
-                    self.world.log("stalled", rank.name, detail="handshake vote")
-                    yield clock.event()  # the vote never comes: the step never ends
-                dials = -1
-            elif dials >= 0:
-                dials = max(dials, len(rank.agents) - known)
-        wait = self.world.setup.transfer_timeout_ns if dials < 0 else dials * self.world.timing.handshake_ns
+            while not reader.dial(leg, keys):
+                if not eager:
+                    dead = True
+                    break
+                yield from self._wait_for_port(rank)
+            dials = max(dials, len(reader.agents) - known)
+        wait = self.world.setup.transfer_timeout_ns if dead else dials * self.world.timing.handshake_ns
         if wait:
             yield clock.timeout(wait)
 
-    def _close_read(self, rank: DecodeRank, leg: Leg, read: Read, transfer: Transfer, lands: list[int], refused: bool) -> None:
+    def _wait_for_port(self, rank: DecodeRank) -> Generator[Any, None, None]:
+        """The step stands still until somebody binds the port, or the executor loses patience."""
+        clock, bound = self.world.clock, self.world.clock.event()
+        assert rank.reader.dead is not None
+        self.world.log("stalled", rank.name, detail="handshake vote")
+
+        def was_bound() -> None:
+            bound.succeed()
+
+        self.world.network.when_bound(rank.reader.dead, was_bound)
+        limit_s = self.me.side.executor_timeout_s
+        if limit_s is None:
+            yield bound
+            return
+        yield bound | clock.timeout(round(limit_s * 1e9))
+        if not bound.triggered:
+            raise PeerRefusal("TimeoutError", f"the executor waited {limit_s:g} s for a step")
+
+    def _close_read(self, rank: DecodeRank, leg: Leg, sources: list[Source], transfer: Transfer, landing: Landing) -> None:
         """When the read counts as done: note it and release prefill's blocks. A refused read releases as well."""
-        at = lands[-1] if self.me.release.read_done == "last_layer" else max(lands)
-        clock = self.world.clock
+        clock, release = self.world.clock, self.me.release
+        at = landing.done_ns[-1] if release.read_done == "last_layer" else max(landing.done_ns)
+        if at >= NEVER:
+            return  # never over: dropped after the receive limit at best, and prefill is told nothing
 
         def close(_event: Any) -> None:
-            if not refused:
+            if self.crashed:
+                return
+            if not landing.error:
                 self.world.log("told", rank.name, request=transfer.index)
-            rank.send_release(leg, read, transfer)
+            rank.reader.send_release(leg, sources, transfer)
 
         clock.after(at - clock.now, close)
 
-    def _use(self, transfer: Transfer, lands: dict[int, list[int]]) -> Generator[Any, None, None]:
+    def _use(self, transfer: Transfer, landings: dict[int, Landing]) -> Generator[Any, None, None]:
         """Run the forward; what each layer holds when it is used depends on the barrier."""
         clock, layers, layer_ns = self.world.clock, self.world.geometry.layers, self.world.timing.decode_layer_ns
-        barrier = self.me.release.read_barrier
+        barrier = self._barrier()
         if barrier == "step":
-            last = max((max(times) for times in lands.values()), default=clock.now)
-            yield clock.timeout(last + 1 - clock.now)
-        transfer.went = True
-        self.world.log("go", self.name, request=transfer.index)
+            yield from self._await_all(landings)
+        self._note_go(transfer)
         for layer in range(layers):
             if barrier == "per_layer":
-                land = max((times[layer] for times in lands.values()), default=clock.now)
+                land = max((landing.done_ns[layer] for landing in landings.values()), default=clock.now)
                 if land >= clock.now:
-                    yield clock.timeout(land + 1 - clock.now)
+                    yield clock.timeout(min(land + 1 - clock.now, self.world.setup.transfer_timeout_ns))
             for rank in self.ranks:
                 rank.look(transfer, layer)
             yield clock.timeout(layer_ns)
         self._end(transfer)
 
+    def _barrier(self) -> str:
+        """What the release's barrier comes to under this engine's CUDA graphs."""
+        policy, full = self.me.release.read_barrier, self.me.side.cuda_graphs == "full"
+        if policy == "per_layer" and full:
+            return "none"
+        if policy == "per_layer_or_step":
+            return "step" if full else "per_layer"
+        return policy
+
+    def _await_all(self, landings: dict[int, Landing]) -> Generator[Any, None, None]:
+        clock = self.world.clock
+        last = max((max(landing.done_ns) for landing in landings.values()), default=clock.now)
+        wait = last + 1 - clock.now
+        if wait > self.world.setup.transfer_timeout_ns:
+            yield clock.timeout(self.world.setup.transfer_timeout_ns)
+            if self.me.release.read_barrier == "step":
+                raise PeerRefusal("TransferError", "reads still in flight at the transfer timeout")
+            return
+        yield clock.timeout(wait)
+
     # -- ends -------------------------------------------------------------------------------------------------
 
     def _recompute(self, transfer: Transfer) -> None:
         transfer.bad_end = "recomputed"
-        transfer.ended = True
+        transfer.finish()
         self.world.log("recompute", self.name, request=transfer.index)
+
+    def _compute_locally(self, transfer: Transfer) -> None:
+        """Decode prefills by itself in blocks that it holds."""
+        self._recompute(transfer)
+        self._close(transfer)
 
     def _end(self, transfer: Transfer) -> None:
         if self.crashed:
             return
+        if self.world.planned_for("preempt", transfer) and not transfer.preempted:
+            self._preempt(transfer)
+            return
+        abort = self.world.planned_abort(transfer)
+        if abort is not None and abort.at == "after":
+            self.world.injector.note(abort)
         self._close(transfer)
         self.world.log("ended", self.name, request=transfer.index)
 
-    def _close(self, transfer: Transfer) -> None:
-        """The request is over and its blocks are free again."""
-        transfer.ended = True
+    def _preempt(self, transfer: Transfer) -> None:
+        """The scheduler takes the blocks and admits the request again: who brings the KV the second time?"""
+        transfer.preempted = True
         transfer.home = None
         self.pool.give_back(transfer.index)
+        self.world.log("preempted", self.name, request=transfer.index)
+        policy = self.me.release.match_write if self.world.mode == "write" else self.me.release.match_read
+        if policy == "if_do_remote_prefill":
+            self._recompute(transfer)
+            self._admit()
+            return
+        self._allocate(transfer)
+        if self.world.mode == "read":
+            self._note_go(transfer)
+            for rank in self.ranks:
+                rank.look_at_all(transfer)
+            self._end(transfer)
+        # in WRITE it waits for a second load that nobody sends
+
+    def _abort_before_allocation(self, transfer: Transfer, params: dict[str, Any]) -> None:
+        transfer.aborted = True
+        transfer.finish()
+        self.world.log("aborted", self.name, request=transfer.index)
+        if not params.get("do_remote_prefill"):
+            return
+        if self.world.mode == "write":
+            self._release_early(transfer, params, params.get("transfer_id"))
+            return
+        leg = read_leg(params, self.me, self.world.setup.prefill, f"D-{transfer.index}")
+        if self.me.release.read_pairing == "exact":
+            self.crash("ValueError: 0 local blocks and some remote blocks", transfer)
+            return
+        for rank in self.ranks:
+            rank.reader.send_release(leg, [Source(rank.tp, self.world.prefills[0].ranks[0], None, 0)], transfer)
+
+    def _abort_waiting(self, transfer: Transfer, transfer_id: str, fault: Any) -> None:
+        """The client goes while the KV is on its way: the blocks wait for reports that are no longer matched (F19)."""
+        if transfer.ended or transfer_id not in self.waiting:
+            return
+        self.world.injector.note(fault)
+        del self.waiting[transfer_id]
+        transfer.aborted = True
+        transfer.finish()
+        self.world.log("aborted", self.name, request=transfer.index)
+
+    def _close(self, transfer: Transfer) -> None:
+        """The request is over and its blocks are free again."""
+        transfer.home = None
+        self.pool.give_back(transfer.index)
+        transfer.finish()
+        self._admit()
 
     def fail(self, transfer: Transfer, why: str) -> None:
-        transfer.bad_end = transfer.bad_end or "failed"
+        """The request ends with an error, or, if the engine is told so, is prefilled here."""
+        transfer.bad_end = transfer.bad_end or ("recomputed" if self.me.side.load_failure == "recompute" else "failed")
         self._close(transfer)
-        self.world.log("request_failed", self.name, request=transfer.index, detail=why)
+        self.world.log("request_failed" if transfer.bad_end == "failed" else "recompute", self.name,
+                       request=transfer.index, detail=why)  # fmt: skip
 
-    def crash(self, error: str, transfer: Transfer) -> None:
+    def crash(self, error: str, transfer: Transfer | None, where: str = "") -> None:
         """The engine, or its step, is lost, and with it every request in it."""
-        self.crashed = self.crashed or error
-        transfer.bad_end = "crash"
-        self.world.log("crashed", self.name, request=transfer.index, detail=error)
+        if transfer is not None:
+            transfer.bad_end = "crash"
+        if not self.crashed:
+            self.crashed = error
+            self.world.log("crashed", where or self.name, request=transfer.index if transfer else -1, detail=error)

@@ -7,6 +7,19 @@ import msgspec
 from sim.errors import InputError, nearest
 
 
+class FabricSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """A fabric in own numbers, such as xGMI, for which nobody has published any: fixed cost and bandwidth of a batch."""
+
+    write_fixed_ns: int
+    write_gb_per_s: float
+    read_fixed_ns: int
+    read_gb_per_s: float
+
+    def __post_init__(self) -> None:
+        if min(self.write_fixed_ns, self.read_fixed_ns) < 0 or min(self.write_gb_per_s, self.read_gb_per_s) <= 0:
+            raise ValueError("times must not be negative and bandwidths must be positive")
+
+
 class Fabric(msgspec.Struct, frozen=True, kw_only=True):
     """`fixed` ns for a batch to land plus its bytes at `gb_per_s` (GB = 1e9 bytes). 0 GB/s is no wire at all.
 
@@ -50,8 +63,10 @@ FABRICS: dict[str, Fabric] = {
 }  # fmt: skip
 
 
-def get_fabric(name: str) -> Fabric:
-    """The preset of that name; raises InputError with the nearest one."""
-    if name not in FABRICS:
-        raise InputError("fabric", f"no fabric {name!r}", nearest(name, FABRICS))
-    return FABRICS[name]
+def get_fabric(given: str | FabricSpec) -> Fabric:
+    """The preset of that name, or a fabric in own numbers; raises InputError with the nearest preset."""
+    if isinstance(given, FabricSpec):
+        return Fabric(name="own numbers", fit_error=0.0, source="the scenario", **msgspec.to_builtins(given))
+    if given not in FABRICS:
+        raise InputError("fabric", f"no fabric {given!r}", nearest(given, FABRICS))
+    return FABRICS[given]

@@ -33,6 +33,13 @@ class Copy(msgspec.Struct, frozen=True, eq=False):
     by_unit: bool
     size_bytes: int
 
+    def part(self, fraction: float) -> Copy:
+        """The first `fraction` of the batch (at least one index); itself when that is all of it."""
+        if fraction >= 1.0:
+            return self
+        count = max(1, int(len(self.where) * fraction))
+        return Copy(self.where[:count], self.codes[:count], self.by_unit, round(self.size_bytes * fraction))
+
 
 class Count(msgspec.Struct, frozen=True):
     """How many of the needed cells are covered, wrong and missing."""

@@ -15,7 +15,11 @@ _ADDRESS_KEYS = ("remote_host", "remote_handshake_port", "remote_notify_port")
 
 
 class Leg(msgspec.Struct, frozen=True, kw_only=True):
-    """What an engine made of its leg. `peer_tp` is the peer's TP size as read, 0 when unknown."""
+    """What an engine made of its leg. `peer_tp` is the peer's TP size as read, 0 when unknown.
+
+    `pod_hosts` and `pod_dp` (DP ranks a pod, 0 when there are no pods) are what 0.28+ makes of `remote_hosts` and
+    `remote_dp_size_local`.
+    """
 
     transfer_id: Any
     host: str
@@ -25,12 +29,19 @@ class Leg(msgspec.Struct, frozen=True, kw_only=True):
     dp_size: Any
     dp_rank: Any
     blocks: Any
+    pod_hosts: tuple[str, ...]
+    pod_dp: int
+
+    def pod_host(self, dp: int) -> str:
+        """The host of the peer's DP rank; the first one when the list is too short."""
+        pod = dp // self.pod_dp if self.pod_dp else 0
+        return self.pod_hosts[pod] if pod < len(self.pod_hosts) else self.pod_hosts[0]
 
 
 def transfer_id_of(params: Mapping[str, Any], policy: str, request_id: str) -> Any:
     """The id under which both engines should know the transfer."""
     if policy == "synthesised":
-        return params.get("transfer_id") or f"sidecar-{request_id}"
+        return params.get("transfer_id", f"sidecar-{request_id}")
     if "transfer_id" not in params:
         raise PeerRefusal("KeyError", "'transfer_id'")
     return params["transfer_id"]
@@ -44,6 +55,12 @@ def peer_address(params: Mapping[str, Any], policy: str, peer: Endpoint) -> tupl
     return peer.host, peer.handshake_port, peer.notify_port
 
 
+def pods_of(params: Mapping[str, Any], host: str) -> tuple[str, ...]:
+    """The peer's hosts, one a pod; without a list, the one host."""
+    hosts = params.get("remote_hosts") or [host]
+    return tuple(str(h) for h in hosts) if isinstance(hosts, list) else (str(hosts),)
+
+
 def read_leg(params: Mapping[str, Any], me: Endpoint, peer: Endpoint, request_id: str) -> Leg:
     """Parse a whole leg as prefill does in WRITE and decode in READ. Raises PeerRefusal where the connector raises."""
     release = me.release
@@ -52,6 +69,11 @@ def read_leg(params: Mapping[str, Any], me: Endpoint, peer: Endpoint, request_id
     for key in ("remote_block_ids", "remote_engine_id"):
         if key not in params:
             raise PeerRefusal("KeyError", repr(key))
+    pod_hosts: tuple[str, ...] = (host,)
+    pod_dp = 0
+    if release.pod_routing != "none":
+        pod_hosts = pods_of(params, host)
+        pod_dp = as_int(params.get("remote_dp_size_local", params.get("remote_dp_size", 1)))
     return Leg(
         transfer_id=transfer_id,
         host=host,
@@ -61,4 +83,6 @@ def read_leg(params: Mapping[str, Any], me: Endpoint, peer: Endpoint, request_id
         dp_size=params.get("remote_dp_size", 1),
         dp_rank=params.get("remote_dp_rank", 0),
         blocks=params["remote_block_ids"],
+        pod_hosts=pod_hosts,
+        pod_dp=pod_dp,
     )

@@ -66,9 +66,10 @@ def rank_coverages(world: World, tallies: list[list[Tally]]) -> list[RankCoverag
     for dp in range(decode.dp):
         mine = [t for t in world.transfers if t.request.decode_dp == dp]
         for tp in range(decode.tp):
-            total = Count(0, 0, 0)
+            total = end = Count(0, 0, 0)
             for transfer in mine:
                 total = _add(total, tallies[transfer.index][tp].at_go)
+                end = _add(end, tallies[transfer.index][tp].at_end)
             name = decode.rank_name(dp, tp)
             ranks.append(
                 RankCoverage(
@@ -78,6 +79,7 @@ def rank_coverages(world: World, tallies: list[list[Tally]]) -> list[RankCoverag
                     wrong=total.wrong / total.cells if mine else None,
                     missing=total.missing / total.cells if mine else None,
                     told=all((name, t.index) in told for t in mine) if mine else None,
+                    coverage_end=end.covered / end.cells if mine else None,
                 )
             )
     return ranks

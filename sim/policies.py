@@ -173,6 +173,11 @@ def dp_times_tp_plus_tp(dp: int, tp: int, tp_size: int) -> int:
     return dp * tp_size + tp
 
 
+def fold(dp: int, local: int) -> int:
+    """The number of a DP rank inside its pod; `local` ranks a pod, 0 when there is one pod."""
+    return dp % local if local else dp
+
+
 # -- who is told -------------------------------------------------------------------------------------------------
 
 
@@ -431,8 +436,47 @@ POLICIES: dict[str, dict[str, Policy]] = {
     },
     "read_barrier": {
         "none": Policy("a layer is used whether it landed or not"),
-        "per_layer": Policy("each layer waits for its own read (vllm#48534)"),
-        "step": Policy("the forward starts when every read of the step landed"),
+        "per_layer": Policy("each layer waits for its own read, but not under full CUDA graphs (vllm#48534)"),
+        "per_layer_or_step": Policy("as per_layer; under full CUDA graphs the forward waits for all reads (0.31+)"),
+        "step": Policy("the forward starts when every read of the step landed, and raises if one takes too long (0.33.0)"),
+    },
+    "recv_abort": {
+        "none": Policy("decode waits for a read without limit"),
+        "silent": Policy("decode drops a read after the receive limit and tells prefill nothing (0.28+)"),
+    },
+    "sq_retry": {
+        "none": Policy("a full send queue fails the transfer"),
+        "read": Policy("a full send queue is tried again in READ; in WRITE it fails the transfer (0.26+)"),
+    },
+    "write_wait": {
+        "all_statuses": Policy("a failed write is noticed when all writes of the transfer are over"),
+        "first_failure": Policy("the first failed write ends the transfer, others may still be under way (0.31+)"),
+    },
+    "last_chunk": {
+        "by_blocks": Policy("a chunk is the last when the blocks hold the prompt: too early with lookahead blocks"),
+        "by_tokens": Policy("a chunk is the last when its tokens complete the prompt (0.32+)"),
+    },
+    "write_clamp": {
+        "none": Policy("prefill writes its whole block list"),
+        "prompt_blocks": Policy("prefill writes no more blocks than the prompt has (0.32+)"),
+    },
+    "external_zero": {
+        "full_table": Policy("decode that needs nothing from prefill announces its blocks all the same"),
+        "empty_list": Policy("it announces an empty list, which kills prefill's notify threads (0.26-0.32)"),
+        "release": Policy("it releases prefill's blocks (0.33.0)"),
+    },
+    "early_release_acks": {
+        "one": Policy("the release of a request that needs nothing counts as one consumer"),
+        "decode_size": Policy("it counts as decode's TP size, so that prefill waits for acks that nobody sends (0.28-0.32)"),
+    },
+    "early_ack": {
+        "crash": Policy("a finished-sending report for a request that prefill does not hold kills its scheduler"),
+        "parked": Policy("such a report is parked, then dropped (0.28+)"),
+    },
+    "pod_routing": {
+        "none": Policy("DP ranks are numbered over all pods, on one host"),
+        "worker": Policy("pods by `remote_hosts` and `remote_dp_size_local`, kept on the worker: the last request's count (vllm#51681)"),
+        "task": Policy("pods by `remote_hosts` and `remote_dp_size_local`, kept with each write task (0.31+)"),
     },
     "read_done": {
         "last_layer": Policy("the read counts as done with its last layer"),

@@ -5,6 +5,7 @@ In WRITE mode each rank's `Writer` pushes what it computed; in READ mode the blo
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Generator
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,8 @@ from sim.writer import Writer
 
 if TYPE_CHECKING:
     from sim.world import World
+
+NO_LIMIT = 1 << 62
 
 
 class PrefillRank(Rank):
@@ -35,20 +38,45 @@ class PrefillRank(Rank):
         self._released: set[str] = set()
 
     def forward(self, batch: list[tuple[Transfer, Leg | None]]) -> Generator[Any, None, None]:
-        """Compute all layers for a batch; write each as it is ready, and once more all that handshakes held up."""
-        clock, layers, writer = self.world.clock, range(self.world.geometry.layers), self.writer
+        """Compute all layers for a batch; write each as it is ready, and once more all that handshakes held up.
+
+        `batch` holds the leg of those requests whose last chunk this is.
+        """
+        clock, layers, writer, engine = self.world.clock, range(self.world.geometry.layers), self.writer, self.engine
         layer_ns = self.world.timing.prefill_layer_ns
         jobs = [writer.job(transfer, leg) for transfer, leg in batch if leg is not None and self.world.mode == "write"]
         for layer in layers:
             yield clock.timeout(layer_ns)
+            if self.stalls or engine.held_until > clock.now:
+                yield from self._stand_still()
             if jobs and (wait := writer.save(jobs, layer)):
-                yield clock.timeout(wait)
+                yield from self._wait(wait)
                 writer.after_wait(jobs, layer, wait)
         for layer in layers:
             if writer.held_up(jobs, layer) and (wait := writer.save(jobs, layer)):
-                yield clock.timeout(wait)
+                yield from self._wait(wait)
                 writer.after_wait(jobs, layer, wait)
-        writer.seal(jobs)
+        yield from writer.seal(jobs)
+
+    def _wait(self, wait_ns: int) -> Generator[Any, None, None]:
+        """The forward stands still in a layer; the executor kills the engine if that makes the step too long."""
+        clock, engine = self.world.clock, self.engine
+        left = engine.step_limit_at - clock.now
+        if wait_ns > left:
+            yield clock.timeout(max(left, 0))
+            raise PeerRefusal("TimeoutError", f"the executor waited {self.me.side.executor_timeout_s} s for a step")
+        if self.me.side.collectives:
+            engine.held_until = max(engine.held_until, clock.now + wait_ns)
+        yield clock.timeout(wait_ns)
+
+    def _stand_still(self) -> Generator[Any, None, None]:
+        """This rank stalls, or another one does and this one waits for it in a collective."""
+        clock = self.world.clock
+        while (until := self.stalled_until(clock.now)) > clock.now:
+            self.world.log("stalled", self.name, detail=f"{until - clock.now} ns")
+            yield from self._wait(until - clock.now)
+        while self.engine.held_until > clock.now:
+            yield clock.timeout(self.engine.held_until - clock.now)
 
     def on_blocks_ready(self, transfer_id: Any, transfer: Transfer, blocks: list[int], decode_dp: int) -> None:
         """Decode's scheduler told us where the blocks go."""
@@ -56,15 +84,29 @@ class PrefillRank(Rank):
         self.writer.blocks_ready(transfer_id, transfer, blocks, decode_dp)
 
     def on_release(self, transfer_id: Any, transfer: Transfer, consumer_tp: int, sender: str) -> None:
-        """A decode rank no longer needs our blocks (READ); counted until the release's rule is met."""
+        """Decode no longer needs our blocks; counted until the release's rule is met. In WRITE it never needed them."""
         self.world.log("release", self.name, sender, transfer.index)
         key = str(transfer_id)
-        if key in self._released:
+        if key in self._released or key not in self.engine.known:
             return
+        if self.world.mode == "write":
+            self.writer.release(transfer_id, transfer)
         self._acks[key] = self._acks.get(key, 0) + 1
         if self._acks[key] >= self.me.release.call("acks")(self.me.tp, consumer_tp):
             self._released.add(key)
             self.engine.report(transfer, self.name)
+
+
+class Waiting:
+    """A request in the prefill engine: what is computed of it, and the event that the router waits for."""
+
+    def __init__(self, transfer: Transfer, params: dict[str, Any], leg: Leg | None, answer: Any) -> None:
+        self.transfer = transfer
+        self.params = params
+        self.leg = leg
+        self.answer = answer
+        self.computed = 0
+        self.saved = False
 
 
 class PrefillEngine:
@@ -80,11 +122,16 @@ class PrefillEngine:
         self.contents: Codes = np.zeros(self.me.shape.num_blocks, dtype=np.int64)
         self.crashed = ""
         self.started = True
+        self.held_until = 0  # a rank stalls in a collective until then
+        self.step_limit_at = 0
         self.ranks = [PrefillRank(self, tp) for tp in range(self.me.tp)]
-        self._waiting: list[tuple[Transfer, dict[str, Any], Leg | None, Any]] = []
-        self._running = False
+        self._queue: deque[Waiting] = deque()  # not yet admitted: the pool is full
+        self._running: list[Waiting] = []
+        self._stepping = False
         self._reports: dict[int, int] = {}
         self._finished: set[int] = set()
+        self._last_owner: dict[int, Transfer] = {}
+        self.known: dict[str, Transfer] = {}  # by transfer id
 
     def submit(self, transfer: Transfer, params: dict[str, Any], answer: Any) -> None:
         """A leg arrived; `answer` is the event that the router waits for."""
@@ -101,12 +148,14 @@ class PrefillEngine:
             self._refuse_or_crash(transfer, refusal)
             answer.succeed(None)
             return
-        blocks = self.pool.take(transfer.index, transfer.request.blocks, transfer.request.prefill_blocks)
-        transfer.prefill_blocks = blocks
-        self.contents[blocks] = transfer.contents
-        self._waiting.append((transfer, params, leg, answer))
-        if not self._running:
-            self._running = True
+        if params.get("do_remote_decode"):
+            self.known[str(self._transfer_id(transfer, params))] = transfer
+        self._queue.append(Waiting(transfer, params, leg, answer))
+        self._start()
+
+    def _start(self) -> None:
+        if not self._stepping:
+            self._stepping = True
             self.world.clock.process(self._steps())
 
     def _refuse_or_crash(self, transfer: Transfer, refusal: PeerRefusal) -> None:
@@ -120,42 +169,112 @@ class PrefillEngine:
         if not params.get("do_remote_decode"):
             return None
         if self.world.mode == "read" and self.me.release.prefill_leg_read == "write_only":
-            transfer_id_of(params, self.me.release.transfer_id_missing, f"P-{transfer.index}")
+            self._transfer_id(transfer, params)
             return None
         return read_leg(params, self.me, self.world.setup.decode, f"P-{transfer.index}")
 
-    def _steps(self) -> Any:
-        """Run waiting requests in batches until there are none."""
+    def _transfer_id(self, transfer: Transfer, params: dict[str, Any]) -> Any:
+        return transfer_id_of(params, self.me.release.transfer_id_missing, f"P-{transfer.index}")
+
+    # -- steps ------------------------------------------------------------------------------------------------
+
+    def _admit(self) -> None:
+        """Give blocks to waiting requests, in order, as long as there are some."""
+        while self._queue and not self.crashed:
+            waiting = self._queue[0]
+            request = waiting.transfer.request
+            count = self.world.block_count(request, self.me)
+            if not self.pool.fits(count, request.prefill_blocks):
+                return
+            blocks = self.pool.take(request.index, count, request.prefill_blocks)
+            for block in blocks.tolist():
+                if (last := self._last_owner.get(block)) is not None:
+                    last.source_reused = True
+                self._last_owner[block] = waiting.transfer
+            waiting.transfer.prefill_blocks = blocks
+            self.contents[blocks] = 0
+            self._running.append(self._queue.popleft())
+
+    def _steps(self) -> Generator[Any, None, None]:
+        """Run admitted requests in batches, chunk by chunk, until there are none."""
         clock = self.world.clock
-        while self._waiting and not self.crashed:
-            batch, self._waiting = self._waiting, []
-            forwards = [clock.process(self._guarded(rank, batch)) for rank in self.ranks]
+        self._admit()
+        while self._running and not self.crashed:
+            if (delay := self.world.step_delay("prefill")) > 0:
+                yield clock.timeout(delay)
+            chunk = self._next_chunk()
+            limit_s = self.me.side.executor_timeout_s
+            self.step_limit_at = NO_LIMIT if limit_s is None else clock.now + round(limit_s * 1e9)
+            forwards = [clock.process(self._guarded(rank, chunk)) for rank in self.ranks]
             yield clock.all_of(forwards)
-            for transfer, params, _leg, answer in batch:
-                answer.succeed(self._conclude(transfer, params))
-        for *_rest, answer in self._waiting:
-            answer.succeed(None)
-        self._running = False
-
-    def _conclude(self, transfer: Transfer, params: dict[str, Any]) -> dict[str, Any] | None:
-        """The forward is done; what the router is answered, None when the engine died in it."""
+            self._conclude_step()
+            self._admit()
         if self.crashed:
-            return None
-        self._finish(transfer, params)
-        return response_of(params, self.me, self.dp, transfer) if params.get("do_remote_decode") else None
+            for waiting in (*self._running, *self._queue):
+                waiting.answer.succeed(None)
+            self._running, self._queue = [], deque()
+        self._stepping = False
 
-    def _guarded(self, rank: PrefillRank, batch: list[Any]) -> Any:
+    def _next_chunk(self) -> list[tuple[Transfer, Leg | None]]:
+        """Whom this step computes, each with its leg if it is to be written in this step."""
+        budget = self.me.side.max_tokens_per_step or NO_LIMIT
+        chunk: list[tuple[Transfer, Leg | None]] = []
+        for waiting in self._running:
+            tokens = min(budget, waiting.transfer.request.prompt_tokens - waiting.computed)
+            if tokens <= 0:
+                continue
+            budget -= tokens
+            waiting.computed += tokens
+            last = self._is_last_chunk(waiting) and not waiting.saved
+            waiting.saved |= last
+            chunk.append((waiting.transfer, waiting.leg if last else None))
+            self._fill(waiting)
+        return chunk
+
+    def _is_last_chunk(self, waiting: Waiting) -> bool:
+        """Whether the release takes this chunk for the last, and so writes the request in it."""
+        prompt = waiting.transfer.request.prompt_tokens
+        if self.me.release.last_chunk == "by_tokens":
+            return waiting.computed >= prompt
+        block_size = self.me.shape.block_size
+        allocated = -(-(waiting.computed + self.me.side.lookahead_tokens) // block_size)
+        return allocated * block_size >= prompt
+
+    def _fill(self, waiting: Waiting) -> None:
+        """The blocks whose tokens are all computed hold their content; the last block of a prompt may be part full."""
+        transfer = waiting.transfer
+        assert transfer.prefill_blocks is not None
+        done = waiting.computed >= transfer.request.prompt_tokens
+        full = transfer.request.blocks if done else waiting.computed // self.me.shape.block_size
+        self.contents[transfer.prefill_blocks[:full]] = transfer.contents[:full]
+
+    def _guarded(self, rank: PrefillRank, chunk: list[tuple[Transfer, Leg | None]]) -> Generator[Any, None, None]:
         try:
-            yield from rank.forward([(transfer, leg) for transfer, _params, leg, _answer in batch])
+            yield from rank.forward(chunk)
         except PeerRefusal as refusal:
-            self.crash(str(refusal), batch[0][0], rank.name)
+            self.crash(str(refusal), chunk[0][0], rank.name)
 
-    def _finish(self, transfer: Transfer, params: dict[str, Any]) -> None:
-        """The forward is done: keep the blocks for decode, with or without a timer, or free them."""
-        self._finished.add(transfer.index)
-        if not params.get("do_remote_decode"):
+    def _conclude_step(self) -> None:
+        """Answer the router for every request whose prompt is computed."""
+        still = []
+        for waiting in self._running:
+            if self.crashed or waiting.computed < waiting.transfer.request.prompt_tokens:
+                still.append(waiting)
+            else:
+                stopped = self.world.planned_for("stop-at-prefill", waiting.transfer)
+                self._finish(waiting.transfer, waiting.params, stopped)
+                remote = waiting.params.get("do_remote_decode") and not stopped
+                waiting.answer.succeed(response_of(waiting.params, self.me, self.dp, waiting.transfer) if remote else {})
+        self._running = still
+
+    # -- blocks -----------------------------------------------------------------------------------------------
+
+    def _finish(self, transfer: Transfer, params: dict[str, Any], stopped: bool) -> None:
+        """The prompt is computed: keep the blocks for decode, with or without a timer, or free them."""
+        if not params.get("do_remote_decode") or stopped:
             self._free(transfer, "freed")
             return
+        self._finished.add(transfer.index)
         if self.me.release.reaper == "both_modes" or self.world.mode == "read":
             self.world.clock.after(self.world.setup.defer_timeout_ns, lambda _event: self._free(transfer, "reaped"))
         self._free_if_reported(transfer)
@@ -167,16 +286,21 @@ class PrefillEngine:
         self._free_if_reported(transfer)
 
     def _free_if_reported(self, transfer: Transfer) -> None:
-        if transfer.index in self._finished and self._reports.get(transfer.index, 0) >= self.me.tp:
+        if self._reports.get(transfer.index, 0) < self.me.tp or self.crashed:
+            return
+        if transfer.index in self._finished:
             self._free(transfer, "freed")
+        elif transfer.index not in self.pool.held and self.me.release.early_ack == "crash":
+            self.crash("AssertionError: finished sending for a request that is not held", transfer)
 
     def _free(self, transfer: Transfer, kind: str) -> None:
         if self.pool.give_back(transfer.index):
             transfer.timer_fired |= kind == "reaped"
             self.world.log(kind, self.name, request=transfer.index)
+            self._start()
 
-    def crash(self, error: str, transfer: Transfer, where: str = "") -> None:
+    def crash(self, error: str, transfer: Transfer | None, where: str = "") -> None:
         """The engine is lost, and with it every request in it."""
         if not self.crashed:
             self.crashed = error
-            self.world.log("crashed", where or self.name, request=transfer.index, detail=error)
+            self.world.log("crashed", where or self.name, request=transfer.index if transfer else -1, detail=error)

@@ -48,6 +48,15 @@ class ConnectorRelease(msgspec.Struct, frozen=True, kw_only=True):
     release_to: str
     release_port: str
     acks: str
+    recv_abort: str
+    sq_retry: str
+    write_wait: str
+    last_chunk: str
+    write_clamp: str
+    external_zero: str
+    early_release_acks: str
+    early_ack: str
+    pod_routing: str
 
     def call(self, field: str) -> Callable[..., Any]:
         """The function that this release uses for `field`."""
@@ -117,6 +126,15 @@ _0_24 = ConnectorRelease(
     release_to="own_rank",
     release_port="tp",
     acks="any",
+    recv_abort="none",
+    sq_retry="none",
+    write_wait="all_statuses",
+    last_chunk="by_blocks",
+    write_clamp="none",
+    external_zero="full_table",
+    early_release_acks="one",
+    early_ack="crash",
+    pod_routing="none",
 )
 _0_25 = msgspec.structs.replace(
     _0_24,
@@ -128,7 +146,15 @@ _0_25 = msgspec.structs.replace(
     release_to="sources",
     acks="fan_in",
 )
-_0_26 = msgspec.structs.replace(_0_25, name="0.26.0", date="2026-07-25", write_pairing="head", read_pairing="remote_tail_as_local")
+_0_26 = msgspec.structs.replace(
+    _0_25,
+    name="0.26.0",
+    date="2026-07-25",
+    write_pairing="head",
+    read_pairing="remote_tail_as_local",
+    sq_retry="read",
+    external_zero="empty_list",
+)
 _0_27 = msgspec.structs.replace(
     _0_26,
     name="0.27.0",
@@ -151,13 +177,32 @@ _0_28 = msgspec.structs.replace(
     blocks_ready_gate="leader_override_master",
     read_barrier="per_layer",
     read_done="all_layers",
+    recv_abort="silent",
+    early_release_acks="decode_size",
+    early_ack="parked",
+    pod_routing="worker",
 )
 _0_29 = msgspec.structs.replace(_0_28, name="0.29.0", date="2026-09-09")
 _0_30 = msgspec.structs.replace(_0_29, name="0.30.0", date="2026-09-22", read_pairing="head")
 _0_31 = msgspec.structs.replace(
-    _0_30, name="0.31.0", date="2026-10-20", read_pairing="suffix", prefill_leg_read="write_only", read_failure="load_errors"
+    _0_30,
+    name="0.31.0",
+    date="2026-10-20",
+    read_pairing="suffix",
+    prefill_leg_read="write_only",
+    read_failure="load_errors",
+    read_barrier="per_layer_or_step",
+    write_wait="first_failure",
+    pod_routing="task",
 )
-_0_32 = msgspec.structs.replace(_0_31, name="0.32.0", date="2026-10-20", match_write="if_do_remote_prefill")
+_0_32 = msgspec.structs.replace(
+    _0_31,
+    name="0.32.0",
+    date="2026-10-20",
+    match_write="if_do_remote_prefill",
+    last_chunk="by_tokens",
+    write_clamp="prompt_blocks",
+)
 _0_33 = msgspec.structs.replace(
     _0_32,
     name="0.33.0",
@@ -175,6 +220,8 @@ _0_33 = msgspec.structs.replace(
     read_barrier="step",
     release_to="holders",
     release_port="effective",
+    external_zero="release",
+    early_release_acks="one",
 )
 _REFERENCE = msgspec.structs.replace(
     _0_33,

@@ -27,7 +27,7 @@ MEANING = {
 
 
 class RankCoverage(msgspec.Struct, frozen=True, kw_only=True):
-    """Fractions of the cells that one decode rank needs, at go; None when it needs none."""
+    """Fractions of the cells that one decode rank needs, at go (and at the end); None when it needs none."""
 
     dp: int
     tp: int
@@ -35,6 +35,7 @@ class RankCoverage(msgspec.Struct, frozen=True, kw_only=True):
     wrong: float | None
     missing: float | None
     told: bool | None
+    coverage_end: float | None = None
 
 
 class Sets(msgspec.Struct, frozen=True, kw_only=True):

@@ -21,6 +21,7 @@ class Router(msgspec.Struct, frozen=True, kw_only=True):
 
     `forwards_response`: in READ the decode leg starts from everything that prefill answered.
     `pins`: which legs get the other side's DP rank as `remote_dp_rank` when that side has several.
+    `registration_expiry_s`: how long after its last heartbeat an instance is forgotten (None: never).
     """
 
     name: str
@@ -31,6 +32,7 @@ class Router(msgspec.Struct, frozen=True, kw_only=True):
     forwards_response: bool
     pins: tuple[str, ...]
     source: str
+    registration_expiry_s: float | None = None
 
     def legs(self, mode: str) -> tuple[Template, Template]:
         if mode == "write":
@@ -118,6 +120,7 @@ _VLLM_016 = Router(
     read_decode={"remote_dp_size": 1},
     forwards_response=True,
     pins=(),
+    registration_expiry_s=5.0,
     source="vllm-router 0.1.16 from PyPI, recorded on loopback: it ignores the registered DP size",
 )
 _VLLM_015 = msgspec.structs.replace(

@@ -18,9 +18,10 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from faults import FaultSyntaxError, KeyFault, parse_fault
+from faults import KINDS, EventFault, Fault, FaultSyntaxError, KeyFault, parse_fault
+from sim.clock import stream
 from sim.errors import InputError, PeerRefusal, nearest
-from sim.fabric import Fabric, get_fabric
+from sim.fabric import Fabric, FabricSpec, get_fabric
 from sim.geometry import CacheShape, Geometry
 from sim.presets import resolve_model
 from sim.releases import NEWEST, ConnectorRelease, get_release
@@ -40,14 +41,26 @@ class _Strict(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class Side(_Strict, frozen=True):
-    """One engine: `tp` ranks for each of `dp` data-parallel ranks, all on one host; `num_blocks` a rank's KV pool."""
+    """One engine: `tp` ranks for each of `dp` data-parallel ranks; `num_blocks` a rank's KV pool.
+
+    `pods` hosts share the DP ranks evenly. `max_tokens_per_step` splits prompts into chunks (prefill). `lookahead_tokens`
+    are allocated beyond the prompt (speculative decoding). With `collectives` a TP rank that stalls in a layer stalls the
+    others; the executor kills an engine whose step takes longer than `executor_timeout_s`.
+    """
 
     tp: Size = 1
     dp: Size = 1
+    pods: Size = 1
     host: str | None = None
     handshake_port: Port | None = None
     notify_port: Port | None = None
     num_blocks: Blocks | None = None
+    max_tokens_per_step: Annotated[int, Meta(ge=1, le=1 << 24)] | None = None
+    lookahead_tokens: Annotated[int, Meta(ge=0, le=1 << 16)] = 0
+    cuda_graphs: Literal["none", "piecewise", "full"] = "none"
+    collectives: bool = False
+    executor_timeout_s: Seconds | None = 300.0
+    load_failure: Literal["fail", "recompute"] = "fail"
 
 
 class Timers(_Strict, frozen=True):
@@ -55,6 +68,7 @@ class Timers(_Strict, frozen=True):
 
     transfer_timeout_s: Seconds = 30.0
     defer_timeout_s: Seconds = 60.0
+    recv_abort_timeout_s: Seconds = 120.0
 
 
 class Timing(_Strict, frozen=True):
@@ -67,14 +81,36 @@ class Timing(_Strict, frozen=True):
 
 
 class RequestSpec(_Strict, frozen=True):
-    """One request; what is left out is filled in: ranks in turn, blocks from the pool."""
+    """One request; what is left out is filled in: ranks in turn, blocks from the pool.
 
-    arrival_ns: Nanoseconds = 0
+    `plain` carries no `kv_transfer_params`. `decode_hit_blocks` of its blocks are in decode's prefix cache.
+    `external_zero`: decode's scheduler asks for nothing from prefill, as for a request with `prompt_logprobs`.
+    """
+
+    arrival_ns: Nanoseconds | None = None
+    plain: bool = False
+    decode_hit_blocks: Annotated[int, Meta(ge=0, le=1 << 20)] = 0
+    external_zero: bool = False
     prompt_tokens: Annotated[int, Meta(ge=1, le=1 << 24)] | None = None
     prefill_dp: Annotated[int, Meta(ge=0, le=255)] | None = None
     decode_dp: Annotated[int, Meta(ge=0, le=255)] | None = None
     prefill_blocks: tuple[Annotated[int, Meta(ge=0, le=1 << 20)], ...] | None = None
     decode_blocks: tuple[Annotated[int, Meta(ge=0, le=1 << 20)], ...] | None = None
+
+
+class Workload(_Strict, frozen=True):
+    """When requests arrive: at `rate_per_s` on average (Poisson, from the seed), and at most `concurrency` at a time."""
+
+    rate_per_s: Annotated[float, Meta(gt=0, le=10**6)] | None = None
+    concurrency: Annotated[int, Meta(ge=1, le=4096)] | None = None
+
+
+class Rdma(_Strict, frozen=True):
+    """MoRI's queue pairs a transfer, depth of each send queue (work requests), and how long a post waits for room."""
+
+    queue_pairs: Annotated[int, Meta(ge=1, le=64)] = 1
+    sq_depth: Annotated[int, Meta(ge=1, le=1 << 20)] = 8192
+    sq_wait_s: Seconds = 5.0
 
 
 Outcome = Literal["ok", "refused", "recomputed", "failed", "degraded", "leak", "hang", "crash", "corrupt", "vacuous"]
@@ -100,14 +136,16 @@ class Scenario(_Strict, frozen=True):
     block_size: Annotated[int, Meta(ge=1, le=1024)] = 16
     prompt_tokens: Annotated[int, Meta(ge=1, le=1 << 24)] = 256
     router: str = TOY_PROXY
-    fabric: str = "cx7"
+    fabric: str | FabricSpec = "cx7"
+    rdma: Rdma = Rdma()
     seed: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)] = 0
     prefill: Side = Side()
     decode: Side = Side()
     timers: Timers = Timers()
     timing: Timing = Timing()
     requests: Annotated[int, Meta(ge=1, le=4096)] | tuple[RequestSpec, ...] | None = None
-    faults: tuple[KeyFault | str, ...] = ()
+    workload: Workload = Workload()
+    faults: tuple[dict[str, Any] | str, ...] = ()
     overrides: dict[str, str] = {}
     expect: Expect | None = None
 
@@ -253,11 +291,25 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
     letter: str
     tp: int
     dp: int
-    host: str
+    hosts: tuple[str, ...]
     handshake_port: int
     notify_port: int
     shape: CacheShape
     release: ConnectorRelease
+    side: Side
+
+    @property
+    def host(self) -> str:
+        """The first pod's host, which is the instance's address."""
+        return self.hosts[0]
+
+    @property
+    def local_dp(self) -> int:
+        """DP ranks a pod."""
+        return self.dp // len(self.hosts)
+
+    def pod(self, dp: int) -> int:
+        return dp // self.local_dp
 
     def rank_name(self, dp: int, tp: int) -> str:
         return f"{self.letter}{dp}.{tp}" if self.dp > 1 else f"{self.letter}{tp}"
@@ -271,7 +323,11 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
 
     index: int
     arrival_ns: int
+    prompt_tokens: int
     blocks: int
+    plain: bool
+    decode_hit_blocks: int
+    external_zero: bool
     prefill_dp: int
     decode_dp: int
     prefill_blocks: tuple[int, ...] | None
@@ -285,12 +341,13 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     geometry: Geometry
     router: Router
     fabric: Fabric
-    faults: tuple[KeyFault, ...]
+    faults: tuple[Fault, ...]
     requests: tuple[Request, ...]
     prefill: Endpoint
     decode: Endpoint
     transfer_timeout_ns: int
     defer_timeout_ns: int
+    recv_abort_timeout_ns: int
 
 
 def resolve(scenario: Scenario) -> Setup:
@@ -299,33 +356,70 @@ def resolve(scenario: Scenario) -> Setup:
     decode_release = get_release(scenario.decode_release or scenario.release, "decode_release")
     geometry = resolve_model(scenario.model, scenario.kv_dtype)
     requests = _requests(scenario)
+    prefill = _endpoint("prefill", scenario, geometry, requests, prefill_release)
+    decode = _endpoint("decode", scenario, geometry, requests, decode_release)
     return Setup(
         scenario=scenario,
         geometry=geometry,
         router=get_router(scenario.router, prefill_release.name),
         fabric=get_fabric(scenario.fabric),
-        faults=_faults(scenario, len(requests)),
+        faults=_faults(scenario, requests, prefill, decode),
         requests=requests,
-        prefill=_endpoint("prefill", scenario, geometry, requests, prefill_release),
-        decode=_endpoint("decode", scenario, geometry, requests, decode_release),
+        prefill=prefill,
+        decode=decode,
         transfer_timeout_ns=round(scenario.timers.transfer_timeout_s * 1e9),
         defer_timeout_ns=round(scenario.timers.defer_timeout_s * 1e9),
+        recv_abort_timeout_ns=round(scenario.timers.recv_abort_timeout_s * 1e9),
     )
 
 
-def _faults(scenario: Scenario, requests: int) -> tuple[KeyFault, ...]:
+def _faults(scenario: Scenario, requests: tuple[Request, ...], prefill: Endpoint, decode: Endpoint) -> tuple[Fault, ...]:
+    ranks = [*prefill.rank_names(), *decode.rank_names()]
     faults = []
-    for index, fault in enumerate(scenario.faults):
+    for index, given in enumerate(scenario.faults):
         place = f"faults[{index}]"
-        try:
-            parsed = parse_fault(fault) if isinstance(fault, str) else fault
-        except FaultSyntaxError as error:
-            raise InputError(place, str(error)) from None
-        for request in parsed.requests or ():
-            if request >= requests:
-                raise InputError(place, f"there is no request {request}", f"use 0 to {requests - 1}")
-        faults.append(parsed)
+        fault = _fault(place, given)
+        if isinstance(fault, KeyFault):
+            named = list(fault.requests or ())
+        else:
+            named = [fault.request] if fault.request is not None else []
+            _check_target(place, fault, ranks, named)
+        for request in named:
+            if request >= len(requests):
+                raise InputError(place, f"there is no request {request}", f"use 0 to {len(requests) - 1}")
+        faults.append(fault)
     return tuple(faults)
+
+
+def _fault(place: str, given: dict[str, Any] | str) -> Fault:
+    """A fault written as a shorthand or as a table."""
+    try:
+        if isinstance(given, str):
+            return parse_fault(given)
+        kind = given.get("kind")
+        if kind in ("drop", "set", "rename"):
+            _reject_unknown(KeyFault, given, place)
+            return msgspec.convert(given, KeyFault)
+        if "target" not in given or kind is None:
+            raise InputError(place, f"{_short(given)} has no kind or no target", 'write it as "drop:remote_tp_size@prefill"')
+        return msgspec.convert(given, EventFault)
+    except FaultSyntaxError as error:
+        raise InputError(place, str(error)) from None
+    except msgspec.ValidationError as error:
+        problem = str(error).replace("`", "")
+        raise InputError(place, f"{_short(given)} is wrong", problem[0].lower() + problem[1:]) from None
+
+
+def _check_target(place: str, fault: EventFault, ranks: list[str], named: list[int]) -> None:
+    """Ranks and requests that an event fault names must exist."""
+    syntax = KINDS[fault.kind].syntax
+    if ":RANK" in syntax and fault.target not in ranks:
+        raise InputError(place, f"there is no rank {fault.target!r}", nearest(fault.target, ranks))
+    for name in (fault.sender, fault.receiver):
+        if name is not None and name not in (*ranks, "P", "D", *(f"{r[0]}{r[1:].split('.')[0]}" for r in ranks)):
+            raise InputError(place, f"there is no rank {name!r}", nearest(name, ranks))
+    if ":REQUEST" in syntax:
+        named.append(int(fault.target))
 
 
 def _requests(scenario: Scenario) -> tuple[Request, ...]:
@@ -336,12 +430,24 @@ def _requests(scenario: Scenario) -> tuple[Request, ...]:
     specs = wanted if isinstance(wanted, tuple) else (RequestSpec(),) * wanted
     if not specs:
         raise InputError("requests", "[] holds no request", "leave it out, or give a number such as 1")
-    return tuple(_request(scenario, index, spec) for index, spec in enumerate(specs))
+    arrivals = _arrivals(scenario, len(specs))
+    return tuple(_request(scenario, index, spec, arrivals[index]) for index, spec in enumerate(specs))
 
 
-def _request(scenario: Scenario, index: int, spec: RequestSpec) -> Request:
+def _arrivals(scenario: Scenario, count: int) -> list[int]:
+    """Poisson arrivals of the workload in ns, or all at once."""
+    rate = scenario.workload.rate_per_s
+    if rate is None:
+        return [0] * count
+    gaps = stream(scenario.seed, "arrivals").exponential(1e9 / rate, count)
+    arrivals: list[int] = gaps.cumsum().astype("int64").tolist()
+    return arrivals
+
+
+def _request(scenario: Scenario, index: int, spec: RequestSpec, arrival_ns: int) -> Request:
     place = f"requests[{index}]"
-    blocks = -(-(spec.prompt_tokens or scenario.prompt_tokens) // scenario.block_size)
+    tokens = spec.prompt_tokens or scenario.prompt_tokens
+    blocks = _blocks(tokens, scenario)
     for name, side in (("prefill", scenario.prefill), ("decode", scenario.decode)):
         dp = getattr(spec, f"{name}_dp")
         if dp is not None and dp >= side.dp:
@@ -349,19 +455,30 @@ def _request(scenario: Scenario, index: int, spec: RequestSpec) -> Request:
         ids = getattr(spec, f"{name}_blocks")
         if ids is None:
             continue
-        if len(ids) != blocks:
-            raise InputError(f"{place}.{name}_blocks", f"{len(ids)} blocks for a prompt of {blocks}", f"give {blocks} block ids")
+        need = _blocks(tokens + side.lookahead_tokens, scenario)
+        if len(ids) != need:
+            raise InputError(f"{place}.{name}_blocks", f"{len(ids)} blocks for a prompt of {need}", f"give {need} block ids")
         if len(set(ids)) != len(ids):
             raise InputError(f"{place}.{name}_blocks", f"{_short(list(ids))} repeats a block", "give each block once")
+    if spec.decode_hit_blocks > blocks:
+        raise InputError(f"{place}.decode_hit_blocks", f"{spec.decode_hit_blocks} of {blocks} blocks", f"use at most {blocks}")
     return Request(
         index=index,
-        arrival_ns=spec.arrival_ns,
+        arrival_ns=arrival_ns if spec.arrival_ns is None else spec.arrival_ns,
+        prompt_tokens=tokens,
         blocks=blocks,
+        plain=spec.plain,
+        decode_hit_blocks=spec.decode_hit_blocks,
+        external_zero=spec.external_zero,
         prefill_dp=index % scenario.prefill.dp if spec.prefill_dp is None else spec.prefill_dp,
         decode_dp=index % scenario.decode.dp if spec.decode_dp is None else spec.decode_dp,
         prefill_blocks=spec.prefill_blocks,
         decode_blocks=spec.decode_blocks,
     )
+
+
+def _blocks(tokens: int, scenario: Scenario) -> int:
+    return -(-tokens // scenario.block_size)
 
 
 _DEFAULT_ADDRESS = {"prefill": ("10.0.0.1", 6301, 61005), "decode": ("10.0.0.2", 7301, 62005)}
@@ -372,11 +489,14 @@ def _endpoint(
 ) -> Endpoint:
     side: Side = getattr(scenario, name)
     host, handshake_port, notify_port = _DEFAULT_ADDRESS[name]
+    if side.dp % side.pods:
+        raise InputError(f"{name}.pods", f"{side.pods} pods can't share {side.dp} DP ranks", f"use a divisor of {side.dp}")
+    hosts = (side.host or host, *(f"{side.host or host}-pod{pod}" for pod in range(1, side.pods)))
     handshake_port, notify_port = side.handshake_port or handshake_port, side.notify_port or notify_port
     for field, port in (("handshake_port", handshake_port), ("notify_port", notify_port)):
         if port + side.dp * side.tp > 65536:
-            raise InputError(f"{name}.{field}", f"{port} leaves no room for {side.dp * side.tp} ranks",
-                             f"use at most {65536 - side.dp * side.tp}")  # fmt: skip
+            room = 65536 - side.dp * side.tp
+            raise InputError(f"{name}.{field}", f"{port} leaves no room for {side.dp * side.tp} ranks", f"use at most {room}")
     try:
         geometry.heads_of(0, side.tp)
     except PeerRefusal as error:
@@ -397,23 +517,29 @@ def _endpoint(
         letter=name[0].upper(),
         tp=side.tp,
         dp=side.dp,
-        host=side.host or host,
+        hosts=hosts,
         handshake_port=handshake_port,
         notify_port=notify_port,
         shape=shape,
         release=release.overridden(scenario.overrides),
+        side=side,
     )
 
 
 def _pool_size(name: str, side: Side, scenario: Scenario, requests: tuple[Request, ...]) -> int:
-    """Blocks of a rank's pool: as asked, else twice what its requests need, and block 0, which vLLM never hands out."""
-    need, highest = [0] * side.dp, 0
+    """Blocks of a rank's pool: as asked, else twice what its requests need, and block 0, which vLLM never hands out.
+
+    With a workload blocks are used again; without, all requests may be there at once and must fit.
+    """
+    need, highest, largest = [0] * side.dp, 0, 0
     for request in requests:
-        need[getattr(request, f"{name}_dp")] += request.blocks
+        size = _blocks(request.prompt_tokens + side.lookahead_tokens, scenario)
+        need[getattr(request, f"{name}_dp")] += size
+        largest = max(largest, size)
         highest = max(highest, *(getattr(request, f"{name}_blocks") or (0,)))
     size = side.num_blocks or max(2 * max(need) + 1, highest + 1)
-    if max(need) > size - 1:
-        raise InputError(f"{name}.num_blocks", f"{size} blocks can't hold {max(need)} at once", f"use at least {max(need) + 1}")
+    if largest > size - 1:
+        raise InputError(f"{name}.num_blocks", f"{size} blocks can't hold a request of {largest}", f"use at least {largest + 1}")
     if highest >= size:
         raise InputError(f"{name}.num_blocks", f"{size} blocks have no block {highest}", f"use at least {highest + 1}")
     return size

@@ -16,7 +16,14 @@ class BlockPool:
 
     def __init__(self, num_blocks: int, reserved: set[int]) -> None:
         self._free = [block for block in range(1, num_blocks) if block not in reserved]
+        self._fixed = reserved
         self.held: dict[int, Codes] = {}
+
+    def fits(self, count: int, fixed: tuple[int, ...] | None) -> bool:
+        """Whether there are blocks for a request now."""
+        if fixed is not None:
+            return not any(np.isin(blocks, fixed).any() for blocks in self.held.values())
+        return len(self._free) >= count
 
     def take(self, request: int, count: int, fixed: tuple[int, ...] | None) -> Codes:
         """Blocks of a request, shape [count]."""
@@ -32,7 +39,7 @@ class BlockPool:
         blocks = self.held.pop(request, None)
         if blocks is None:
             return False
-        self._free.extend(blocks.tolist())
+        self._free.extend(block for block in blocks.tolist() if block not in self._fixed)
         return True
 
 
@@ -52,6 +59,12 @@ class Transfer:
         self.ended = False
         self.bad_end = ""  # refused, failed, recomputed or crash
         self.timer_fired = False
+        self.source_reused = False  # prefill gave its blocks to another request
+        self.own_blocks_only = True  # a READ pairing may name blocks of others
+        self.aborted = False
+        self.preempted = False
+        self.on_finish: Any = None
+        self.started_ns = self.first_byte_ns = self.go_ns = -1
         self.home: object | None = None  # the decode engine that holds its blocks now
         self._decode = decode
         self._geometry = geometry
@@ -61,6 +74,8 @@ class Transfer:
         self.home = home
         self.decode_blocks = blocks
         self.at_go = [Count(0, 0, 0)] * self._decode.tp
+        blocks = blocks[: self.request.blocks]
+        self.needs = []
         for tp in range(self._decode.tp):
             where, codes = [], []
             for slot, head in enumerate(self._geometry.heads_of(tp, self._decode.tp)):
@@ -68,6 +83,13 @@ class Transfer:
                     where.append(cell_index(self._decode.shape, plane, blocks, slot))
                     codes.append(code_of(self._geometry, self.contents, plane, head))
             self.needs.append(Need(np.concatenate(where), np.concatenate(codes)))
+
+    def finish(self) -> None:
+        """The client has its answer, good or bad; whoever waits for that is told once."""
+        if not self.ended:
+            self.ended = True
+            if self.on_finish is not None:
+                self.on_finish()
 
     def used(self, tp: int, count: Count) -> None:
         """Add what one layer of rank `tp` held when decode used it."""

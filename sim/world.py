@@ -2,19 +2,38 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Generator
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from faults import apply_faults
+from faults import EventFault, Injector
 from sim.clock import Clock
 from sim.decode import DecodeEngine
 from sim.errors import PeerRefusal
 from sim.history import History
-from sim.network import Network
+from sim.network import MS, Network
 from sim.policies import map_fan
 from sim.prefill import PrefillEngine
-from sim.scenario import Setup
+from sim.scenario import Endpoint, Request, Setup
 from sim.transfer import Transfer
+from sim.writer import NEVER
+
+if TYPE_CHECKING:
+    from sim.decode import DecodeRank
+    from sim.prefill import PrefillRank
+
+
+class TransferEffect(NamedTuple):
+    """What becomes of one batch: bytes land at `land_at` (None: never), MoRI says it is over at `done_at`, with `error`.
+
+    `refused`: the post itself fails. `fraction` of the bytes land.
+    """
+
+    land_at: int | None
+    done_at: int
+    error: str = ""
+    refused: str = ""
+    fraction: float = 1.0
 
 
 class World:
@@ -22,15 +41,15 @@ class World:
 
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
-        self.mode = setup.scenario.mode
+        self.mode: str = setup.scenario.mode
         self.geometry = setup.geometry
         self.fabric = setup.fabric
         self.timing = setup.scenario.timing
         self.clock = Clock(setup.scenario.seed)
         self.history = History()
-        self.network = Network(self.clock, self.history, self.timing.message_ns)
+        self.injector = Injector(setup.faults)
+        self.network = Network(self.clock, self.history, self.timing.message_ns, self.injector)
         self.stray = 0
-        self.fired = [0] * len(setup.faults)
         self.legs: dict[tuple[int, str], dict[str, Any]] = {}
         self.transfers: list[Transfer] = []
         content = 1
@@ -39,6 +58,17 @@ class World:
             content += request.blocks
         self.prefills = [PrefillEngine(self, dp) for dp in range(setup.prefill.dp)]
         self.decodes = [DecodeEngine(self, dp) for dp in range(setup.decode.dp)]
+        self._scheduled = {
+            (fault.kind, int(fault.target)): fault
+            for kind in ("abort", "preempt", "stop-at-prefill")
+            for fault in self.injector.planned(kind)
+        }
+        self._steps_delayed = self.injector.plans("schedule")
+
+    @property
+    def fired(self) -> list[int]:
+        """How often each planned fault changed something."""
+        return self.injector.fired
 
     def log(self, kind: str, actor: str, peer: str = "", request: int = -1, layer: int = -1, detail: str = "") -> None:
         """Append to the history at the present instant."""
@@ -49,22 +79,94 @@ class World:
         """Every DP rank of both sides."""
         return [*self.prefills, *self.decodes]
 
+    def block_count(self, request: Request, endpoint: Endpoint) -> int:
+        """Blocks that an engine allocates for a request: its prompt and the engine's lookahead."""
+        return -(-(request.prompt_tokens + endpoint.side.lookahead_tokens) // endpoint.shape.block_size)
+
     def run(self) -> None:
         """Bind all ports, send all requests, and go on until nothing can move any more."""
+        late = {fault.target: fault for fault in self.injector.planned("late-rank")}
         for engine in self.engines:
-            self._bind(engine)
-        for transfer in self.transfers:
-            self.clock.process(self._route(transfer))
+            for rank in engine.ranks:
+                if (fault := late.get(rank.name)) is None:
+                    self._bind(engine, rank)
+                else:
+                    self.injector.note(fault)
+                    self.clock.after(_ns(fault.ms), lambda _event, e=engine, r=rank: self._bind(e, r))  # type: ignore[misc]
+        self._plan_ranks()
+        self._send_all()
         self.clock.run()
 
-    def _bind(self, engine: PrefillEngine | DecodeEngine) -> None:
+    def _bind(self, engine: PrefillEngine | DecodeEngine, rank: PrefillRank | DecodeRank) -> None:
         """Ranks bind in order; one whose handshake port is taken never becomes ready, nor does its engine."""
-        me, offset = engine.me, engine.me.release.call("ports")
-        for rank in engine.ranks:
-            port = offset(engine.dp, rank.tp, me.tp)
-            if not self.network.bind((me.host, me.handshake_port + port), rank):
-                engine.started = False
-            self.network.bind((me.host, me.notify_port + port), rank)
+        me = engine.me
+        pods = me.release.pod_routing != "none"
+        port = me.release.call("ports")(engine.dp % me.local_dp if pods else engine.dp, rank.tp, me.tp)
+        host = me.hosts[me.pod(engine.dp)]
+        if not self.network.bind((host, me.handshake_port + port), rank):
+            engine.started = False
+        self.network.bind((host, me.notify_port + port), rank)
+
+    def _plan_ranks(self) -> None:
+        """Faults that are set up before the run: crashes, stalls, slow NICs."""
+        ranks = {rank.name: (engine, rank) for engine in self.engines for rank in engine.ranks}
+        for fault in self.injector.planned("slow-nic"):
+            ranks[fault.target][1].nic.slowdown = fault.factor or 1.0
+            self.injector.note(fault)
+        for fault in self.injector.planned("stall-rank"):
+            start = _ns(fault.ms)
+            ranks[fault.target][1].stalls.append((start, start + _ns(fault.for_ms)))
+            self.injector.note(fault)
+        for fault in self.injector.planned("crash-rank"):
+            engine, rank = ranks[fault.target]
+            self.clock.after(_ns(fault.ms), lambda _event, e=engine, r=rank, f=fault: self._crash(e, r, f))  # type: ignore[misc]
+
+    def _crash(self, engine: PrefillEngine | DecodeEngine, rank: PrefillRank | DecodeRank, fault: EventFault) -> None:
+        if not all(transfer.ended for transfer in self.transfers) and not engine.crashed:
+            self.injector.note(fault)
+            rank.deaf = True
+            engine.crash(f"rank {rank.name} died", None, rank.name)
+
+    # -- planned faults ---------------------------------------------------------------------------------------
+
+    def planned_for(self, kind: str, transfer: Transfer) -> bool:
+        """Whether a scheduling fault of this kind aims at the request; it counts as fired."""
+        fault = self._scheduled.get((kind, transfer.index))
+        if fault is not None:
+            self.injector.note(fault)
+        return fault is not None
+
+    def planned_abort(self, transfer: Transfer) -> EventFault | None:
+        """The abort planned for the request; it fires when the engine acts on it."""
+        return self._scheduled.get(("abort", transfer.index))
+
+    def step_delay(self, side: str) -> int:
+        """How long a step of an engine is held up (ns)."""
+        if not self._steps_delayed:
+            return 0
+        return sum(_ns(f.ms) for f in self.injector.acting("schedule", side, now_ms=self.clock.now / MS) if f.kind == "delay-step")
+
+    def transfer_effect(self, op: str, sender: str, receiver: str, request: int, layer: int, land: int) -> TransferEffect:
+        """What planned faults make of a batch that would land at `land` (ns)."""
+        effect = TransferEffect(land, land)
+        for fault in self.injector.acting("transfer", op, sender, receiver, request, layer, self.clock.now / MS):
+            self.log("fault_fired", sender, receiver, request, layer, str(fault))
+            later, error = land + _ns(fault.ms), fault.status or "ERR_RDMA_OP"
+            if fault.kind == "fail-transfer":
+                effect = TransferEffect(None, land, error)
+            elif fault.kind == "partial-transfer":
+                effect = TransferEffect(land, land, error, fraction=fault.fraction or 0.5)
+            elif fault.kind == "delay-transfer":
+                effect = TransferEffect(later, later)
+            elif fault.kind == "late-transfer":
+                effect = TransferEffect(later, land, error)
+            elif fault.kind == "lose-completion":
+                effect = TransferEffect(land, NEVER)
+            elif fault.kind == "early-completion":
+                effect = TransferEffect(later, land)
+            elif fault.kind == "sq-full":
+                effect = TransferEffect(land, land, refused="SQ full")
+        return effect
 
     def coverage_by_layer(self, request: int = 0) -> list[list[float]]:
         """Coverage when the run is over, shape [TP ranks of the request's decode DP rank][layers]; no rows if never admitted."""
@@ -75,40 +177,99 @@ class World:
 
     # -- the router -------------------------------------------------------------------------------------------
 
+    def _send_all(self) -> None:
+        """Every request at its arrival, and no more at a time than the workload allows."""
+        limit = self.setup.scenario.workload.concurrency or len(self.transfers)
+        waiting = deque(self.transfers)
+
+        def next_one() -> None:
+            if waiting:
+                transfer = waiting.popleft()
+                transfer.on_finish = next_one
+                self.clock.process(self._route(transfer))
+
+        for _ in range(min(limit, len(self.transfers))):
+            next_one()
+
     def _route(self, transfer: Transfer) -> Generator[Any, None, None]:
         """WRITE: both legs at once. READ: prefill first, then decode with what prefill answered."""
         request, router = transfer.request, self.setup.router
-        if request.arrival_ns:
-            yield self.clock.timeout(request.arrival_ns)
-        values = {
-            "transfer_id": transfer.router_id,
-            "prefill.tp": self.setup.prefill.tp,
-            "prefill.dp": self.setup.prefill.dp,
-            "prefill.dp_rank": request.prefill_dp,
-            "decode.tp": self.setup.decode.tp,
-            "decode.dp": self.setup.decode.dp,
-            "decode.dp_rank": request.decode_dp,
-        }
+        if request.arrival_ns > self.clock.now:
+            yield self.clock.timeout(request.arrival_ns - self.clock.now)
+        transfer.started_ns = self.clock.now
+        if self._forgotten(transfer):
+            return
         answer = self.clock.event()
-        params = self._leave(transfer, "prefill", router.prefill_leg(self.mode, values))
-        prefill = self.prefills[request.prefill_dp]
-        decode = self.decodes[request.decode_dp]
-        self.clock.after(self.timing.message_ns, lambda _event: prefill.submit(transfer, params, answer))
-        response = None
+        values = self._values(transfer)
+        prefill_params = {} if request.plain else router.prefill_leg(self.mode, values)
+        sent = self._send_leg(transfer, "prefill", prefill_params, answer)
+        response: dict[str, Any] | None = None
         if self.mode == "read":
-            response = yield answer
-            if response is None and (prefill.crashed or transfer.bad_end):
-                transfer.bad_end = transfer.bad_end or "failed"
+            if sent:
+                response = yield answer
+            if response is None:
+                transfer.bad_end = transfer.bad_end or ("crash" if sent else "failed")
+                transfer.finish()
                 return
-        decode_params = self._leave(transfer, "decode", router.decode_leg(self.mode, values, response))
-        self.clock.after(self.timing.message_ns, lambda _event: decode.submit(transfer, decode_params))
+        decode_params = {} if request.plain else router.decode_leg(self.mode, values, response)
+        if not self._send_leg(transfer, "decode", decode_params, None):
+            transfer.bad_end = transfer.bad_end or "failed"
+            transfer.finish()
+
+    def _values(self, transfer: Transfer) -> dict[str, Any]:
+        """What the `$` names of a router's templates stand for."""
+        request, prefill, decode = transfer.request, self.setup.prefill, self.setup.decode
+        return {
+            "transfer_id": transfer.router_id,
+            "prefill.tp": prefill.tp,
+            "prefill.dp": prefill.dp,
+            "prefill.dp_rank": request.prefill_dp,
+            "prefill.dp_local": prefill.local_dp,
+            "prefill.hosts": list(prefill.hosts),
+            "decode.tp": decode.tp,
+            "decode.dp": decode.dp,
+            "decode.dp_rank": request.decode_dp,
+            "decode.dp_local": decode.local_dp,
+            "decode.hosts": list(decode.hosts),
+        }
+
+    def _send_leg(self, transfer: Transfer, side: str, params: dict[str, Any], answer: Any) -> bool:
+        """Send one leg, through the key faults and the router's own; False if it never leaves."""
+        params, request = self._leave(transfer, side, params), transfer.request
+        dp, delay = (request.prefill_dp if side == "prefill" else request.decode_dp), 0
+        for fault in self.injector.acting("router", side, request=transfer.index, now_ms=self.clock.now / MS):
+            self.log("fault_fired", "router", side, transfer.index, detail=str(fault))
+            if fault.kind == "fail-leg":
+                return False
+            if fault.kind == "delay-leg":
+                delay += _ns(fault.ms)
+            elif fault.kind == "wrong-dp":
+                dp = (fault.dp or 0) % len(self.prefills if side == "prefill" else self.decodes)
+        if side == "prefill":
+            engine = self.prefills[dp]
+            self.clock.after(self.timing.message_ns + delay, lambda _event: engine.submit(transfer, params, answer))
+        else:
+            decode = self.decodes[dp]
+            self.clock.after(self.timing.message_ns + delay, lambda _event: decode.submit(transfer, params))
+        return True
+
+    def _forgotten(self, transfer: Transfer) -> bool:
+        """Whether the router has lost an instance by now: its heartbeats stopped and its registration ran out."""
+        expiry_s = self.setup.router.registration_expiry_s
+        for fault in self.injector.planned("stop-heartbeat"):
+            if expiry_s is not None and self.clock.now > _ns(fault.ms) + expiry_s * 1e9:
+                self.injector.note(fault)
+                self.log("forgotten", "router", fault.target, transfer.index)
+                transfer.bad_end = "failed"
+                transfer.finish()
+                return True
+        return False
 
     def _leave(self, transfer: Transfer, leg: str, params: dict[str, Any]) -> dict[str, Any]:
         """A leg's dictionary leaves the router: the point at which key faults act."""
-        after, fired = apply_faults(self.setup.faults, params, leg, transfer.index)
-        for position in fired:
-            self.fired[position] += 1
-            self.log("fault_fired", "router", leg, transfer.index, detail=str(self.setup.faults[position]))
+        after, fired = self.injector.params(params, leg, transfer.index)
+        for fault in fired:
+            self.log("fault_fired", "router", leg, transfer.index, detail=str(fault))
         self.legs[transfer.index, leg] = after
         self.log("leg_sent", "router", leg, transfer.index, detail=str(after))
         return after
@@ -124,6 +285,11 @@ class World:
         return ""
 
     def refuse(self, transfer: Transfer, engine: str, text: str) -> None:
+        """An engine refused the request; nothing moved."""
         transfer.bad_end = "refused"
-        transfer.ended = True
+        transfer.finish()
         self.log("refused", engine, request=transfer.index, detail=text)
+
+
+def _ns(ms: float | None) -> int:
+    return round((ms or 0.0) * MS)

@@ -8,15 +8,16 @@ a message.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Generator
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from sim.errors import PeerRefusal
-from sim.ledger import Bytes, Copy, cell_copy, raw_copy
+from sim.ledger import Bytes, Codes, Copy, cell_copy, raw_copy
 from sim.legs import Leg
-from sim.policies import Target, as_int
+from sim.policies import Target, as_int, fold
 from sim.rank import Rank
 from sim.scenario import Endpoint
 from sim.transfer import Transfer
@@ -40,11 +41,15 @@ class Peer:
 
 
 class Wire(NamedTuple):
-    """One target of a job: the rank reached, the batch of every layer (None: MoRI refuses it), or why there is none."""
+    """One target of a job: the rank reached, the batch of every layer (None: MoRI refuses it), or why there is none.
+
+    `entries` is how many work requests the batch is after merging neighbours.
+    """
 
     rank: DecodeRank | None
     copy: Copy | None
     busy_ns: int
+    entries: int = 0
     refusal: PeerRefusal | None = None
 
 
@@ -82,10 +87,17 @@ class Writer:
         self.me: Endpoint = self.world.setup.prefill
         self.name = rank.name
         self._fixed_ns = self.world.fabric.write_fixed_ns
+        self._nic = rank.nic
+        self._layers = self.world.geometry.layers
+        rdma = self.world.setup.scenario.rdma
+        self._sq_depth = rdma.sq_depth * rdma.queue_pairs
         self.peers: dict[tuple[str, int], Peer] = {}
         self.jobs: dict[str, Job] = {}
         self.dial_free_at = 0
-        self.nic_free_at = 0
+        self.thread_free_at = 0
+        self._tasks: deque[tuple[Job, int]] = deque()  # while the write thread waits for another transfer to end
+        self._faulted = self.world.injector.plans("transfer")
+        self._last_leg: Leg | None = None
         release = self.me.release
         self._map, self._pair = release.call("write_map"), release.call("write_pairing")
         self._dial_offset, self._port_offset = release.call("dial"), release.call("ports")
@@ -94,7 +106,7 @@ class Writer:
     def job(self, transfer: Transfer, leg: Leg) -> Job:
         """The job of a transfer that prefill's forward is about to write."""
         job = self._job_of(str(leg.transfer_id), transfer)
-        job.leg = leg
+        job.leg = self._last_leg = leg
         job.peer = self.peers.setdefault((leg.host, leg.handshake_port), Peer())
         return job
 
@@ -123,18 +135,34 @@ class Writer:
         if peer.ready and peer.queue:
             self._schedule(peer.queue.popleft(), layer)
         elif not peer.ready:
+            jobs[-1].transfer.timer_fired = True
             self.world.log("stalled", self.name, request=jobs[-1].transfer.index, layer=layer, detail=f"{waited_ns} ns")
 
     def held_up(self, jobs: list[Job], layer: int) -> bool:
         """Whether a second call for this layer still has something to do, or to wait for."""
         return any(not job.closed and (layer not in job.scheduled or not job.peer.ready) for job in jobs)
 
-    def seal(self, jobs: list[Job]) -> None:
-        """The forward is over: as many writes as were scheduled make the transfer. With none it is never finished."""
+    def seal(self, jobs: list[Job]) -> Generator[Any, None, None]:
+        """The forward is over: as many writes as were scheduled make the transfer. With none it is never finished.
+
+        A transfer whose writes are all posted is finished here, on the forward's thread: an error raises out of it.
+        """
+        clock = self.world.clock
         for job in jobs:
             if job.scheduled:
                 job.sealed = len(job.scheduled)
-                self._finalize(job)
+        for job in jobs:
+            if job.closed or job.sealed is None or job.writes_done < job.sealed:
+                continue
+            wait = min(job.last_land + 1 - clock.now, self.world.setup.transfer_timeout_ns)
+            if job.in_flight and not job.error and wait > 0:
+                job.waiting = True
+                yield clock.timeout(wait)
+            if job.closed:
+                continue
+            if job.error or job.in_flight:
+                raise PeerRefusal("TransferError", job.error or "transfer timeout")
+            self._finalize(job)
 
     def _open(self, job: Job) -> bool:
         """Map this rank onto the peer and see whether its sessions are there; else queue handshakes."""
@@ -181,12 +209,16 @@ class Writer:
         reached: list[tuple[AgentKey, Any, str]] = []
         for key in [key for dp in range(as_int(leg.dp_size)) for key in self._keys(job, dp)]:
             if at < NEVER:
-                rank, port = self._listener(job, key)
+                address = self._address(job, key)
+                rank = self.world.network.owner(address)
                 if rank is None:
+                    detail = f"for dp{key[0]} tp{self._dialled_tp(job, key)}"
+                    self.world.log("dial_dead", self.name, f"port {address[1]}", job.transfer.index, detail=detail)
                     self.dial_free_at = at = NEVER
+                    self.world.network.when_bound(address, lambda: self._redial(job))
                 else:
                     self.dial_free_at = at = at + handshake_ns
-                    reached.append((key, rank, port))
+                    reached.append((key, rank, f"port {address[1]} for dp{key[0]} tp{self._dialled_tp(job, key)}"))
         peer.ready_at = min(peer.ready_at, at)
         finished = at < NEVER
 
@@ -209,16 +241,20 @@ class Writer:
         elif finished:
             answered(0)
 
-    def _listener(self, job: Job, key: AgentKey) -> tuple[Any | None, str]:
-        """Who listens at the port that this release dials for `key`, and how the history names it."""
+    def _redial(self, job: Job) -> None:
+        """The port for which the handshake thread waited was bound after all."""
+        self.dial_free_at = self.world.clock.now
+        self._dial(job)
+
+    def _dialled_tp(self, job: Job, key: AgentKey) -> int:
+        return key[1] if key[1] is not None else job.targets[0].tp_rank
+
+    def _address(self, job: Job, key: AgentKey) -> tuple[str, int]:
+        """The address that this release dials for `key`."""
         leg = job.leg
         assert leg is not None
-        dp, tp = key[0], key[1] if key[1] is not None else job.targets[0].tp_rank
-        port = leg.handshake_port + self._dial_offset(dp, tp, as_int(leg.peer_tp))
-        rank = self.world.network.owner((leg.host, port))
-        if rank is None:
-            self.world.log("dial_dead", self.name, f"port {port}", job.transfer.index, detail=f"for dp{dp} tp{tp}")
-        return rank, f"port {port} for dp{dp} tp{tp}"
+        offset = self._dial_offset(fold(key[0], leg.pod_dp), self._dialled_tp(job, key), as_int(leg.peer_tp))
+        return leg.pod_host(key[0]), leg.handshake_port + offset
 
     # -- write tasks ------------------------------------------------------------------------------------------
 
@@ -238,72 +274,150 @@ class Writer:
         job = self._job_of(str(transfer_id), transfer)
         if job.closed:
             return
+        if job.blocks is not None:
+            self.world.log("blocks_ready_again", self.name, request=transfer.index)
         job.blocks, job.decode_dp, job.writes_done, job.wires = blocks, decode_dp, 0, None
         deferred, job.deferred = job.deferred, []
         for layer in deferred:
             if not job.closed:
                 self._write(job, layer)
 
+    def release(self, transfer_id: Any, transfer: Transfer) -> None:
+        """Decode needs nothing: drop what is planned for the transfer (its tasks find it over)."""
+        job = self._job_of(str(transfer_id), transfer)
+        job.closed = True
+
     def _write(self, job: Job, layer: int) -> None:
         """One write task: a batch to every target. An error ends the transfer at this rank without a message."""
         clock = self.world.clock
         now = clock.now
+        if now < self.thread_free_at or self._tasks:
+            self._wait_for_thread(job, layer)
+            return
         if job.wires is None:
             job.wires = self._wires(job)
         for wire in job.wires:
             if wire.refusal is not None or wire.rank is None:
-                detail = str(wire.refusal)
-                self.world.log("task_failed", self.name, request=job.transfer.index, layer=layer, detail=detail)
+                self.world.log("task_failed", self.name, request=job.transfer.index, layer=layer, detail=str(wire.refusal))
                 self._close(job)
                 return
             if wire.copy is None:
-                job.error = "length out of range"
-                self.world.log("transfer_failed", self.name, request=job.transfer.index, layer=layer, detail=job.error)
-                continue
-            free_at = self.nic_free_at if self.nic_free_at > now else now
-            self.nic_free_at = free_at + wire.busy_ns
-            job.last_land = self.nic_free_at + self._fixed_ns
-            job.in_flight += 1
-            clock.after(job.last_land - now, partial(self._landed, job, wire.rank, wire.copy, layer))
+                self._fail(job, layer, "length out of range")
+            elif self._faulted or wire.entries * self._layers > self._sq_depth:
+                self._post_carefully(job, wire, layer)
+            else:
+                land = job.last_land = self._nic.occupy(wire.rank.nic, now, wire.busy_ns) + self._fixed_ns
+                job.in_flight += 1
+                clock.after(land - now, partial(self._landed, job, wire.rank, wire.copy, layer))
         job.writes_done += 1
         if job.sealed is not None:
             self._finalize(job)
+
+    def _wait_for_thread(self, job: Job, layer: int) -> None:
+        """The write thread waits for another transfer to end; this task waits behind it."""
+        if not self._tasks:
+            clock = self.world.clock
+            clock.after(self.thread_free_at - clock.now, lambda _event: self._next_tasks())
+        self._tasks.append((job, layer))
+
+    def _next_tasks(self) -> None:
+        tasks, self._tasks = self._tasks, deque()
+        for job, layer in tasks:
+            if not job.closed:
+                self._write(job, layer)
+
+    def _post_carefully(self, job: Job, wire: Wire, layer: int) -> None:
+        """Post one batch where the send queue may be full, or a planned fault may act."""
+        clock, copy, rank = self.world.clock, wire.copy, wire.rank
+        assert copy is not None and rank is not None
+        now = clock.now
+        rdma = self.world.setup.scenario.rdma
+        room_at = self._nic.queue(now, wire.entries, self._sq_depth)
+        if wire.entries > self._sq_depth:
+            self._fail(job, layer, "SQ request exceeds capacity")
+            return
+        if room_at - now > rdma.sq_wait_s * 1e9:
+            self._fail(job, layer, "SQ full")
+            return
+        land = self._nic.occupy(rank.nic, room_at, wire.busy_ns) + self._fixed_ns
+        self._nic.queued(land, wire.entries)
+        effect = self.world.transfer_effect("write", self.name, rank.name, job.transfer.index, layer, land)
+        if effect.refused:
+            self._fail(job, layer, effect.refused)
+            return
+        job.in_flight += 1
+        job.last_land = max(job.last_land, effect.done_at)
+        if effect.land_at is not None:
+            part = copy.part(effect.fraction)
+            clock.after(effect.land_at - now, lambda _event: rank.land(layer, part, job.transfer, self.name, "wrote"))
+        if effect.done_at < NEVER:
+            clock.after(effect.done_at - now, partial(self._completed, job, layer, effect.error))
+
+    def _completed(self, job: Job, layer: int, error: str, _event: Any) -> None:
+        """MoRI says that a batch is over, well or not."""
+        job.in_flight -= 1
+        if error:
+            self._fail(job, layer, error)
+        if job.sealed is not None:
+            self._finalize(job)
+
+    def _fail(self, job: Job, layer: int, error: str) -> None:
+        job.error = error
+        self.world.log("transfer_failed", self.name, request=job.transfer.index, layer=layer, detail=error)
+
+    def _landed(self, job: Job, rank: DecodeRank, copy: Copy, layer: int, _event: Any) -> None:
+        if job.transfer.source_reused:
+            copy = self._read_again(job, rank, copy)
+        rank.land(layer, copy, job.transfer, self.name, "wrote")
+        job.in_flight -= 1
+        if job.sealed is not None:
+            self._finalize(job)
+
+    def _read_again(self, job: Job, rank: DecodeRank, copy: Copy) -> Copy:
+        """Prefill gave the blocks to another request before the NIC read them: what lands is what is there now."""
+        wires = self._wires(job)
+        return next((wire.copy for wire in wires if wire.rank is rank and wire.copy is not None), copy)
+
+    # -- offsets ----------------------------------------------------------------------------------------------
 
     def _wires(self, job: Job) -> list[Wire]:
         """Where every layer of the job goes: the same ranks and offsets, as layers have memory of their own."""
         wires = []
         if not job.targets and self._find_targets(job) is not None:
-            return [Wire(None, None, 0, PeerRefusal("KeyError", f"no session to decode DP rank {job.decode_dp}"))]
+            return [Wire(None, None, 0, refusal=PeerRefusal("KeyError", f"no session to decode DP rank {job.decode_dp}"))]
         for key, target in zip(self._keys(job, job.decode_dp), job.targets, strict=False):
             rank = job.peer.agents.get(key)
             try:
                 if rank is None:
                     raise PeerRefusal("KeyError", f"no session to decode DP rank {job.decode_dp}")
-                copy = self._plan(job, target, rank)
+                copy, entries = self._plan(job, target, rank)
             except PeerRefusal as refusal:
-                wires.append(Wire(rank, None, 0, refusal))
+                wires.append(Wire(rank, None, 0, refusal=refusal))
                 break
-            wires.append(Wire(rank, copy, self.world.fabric.occupancy_ns(copy.size_bytes, "write") if copy else 0))
+            busy_ns = self.world.fabric.occupancy_ns(copy.size_bytes, "write") if copy else 0
+            wires.append(Wire(rank, copy, busy_ns, entries))
         return wires
 
-    def _plan(self, job: Job, target: Target, rank: DecodeRank) -> Copy | None:
-        """The batch of a layer to one decode rank; None when MoRI refuses it."""
+    def _plan(self, job: Job, target: Target, rank: DecodeRank) -> tuple[Copy | None, int]:
+        """The batch of a layer to one decode rank and its work requests; no batch when MoRI refuses it."""
         assert job.blocks is not None and job.transfer.prefill_blocks is not None
         geometry, mine, theirs, contents = self.world.geometry, self.me.shape, rank.me.shape, self.rank.engine.contents
         first_head = self.rank.first_head
-        pairs = self._pair(job.transfer.prefill_blocks.tolist(), job.blocks)
+        blocks = job.transfer.prefill_blocks.tolist()
+        if self.me.release.write_clamp == "prompt_blocks":
+            blocks = blocks[: job.transfer.request.blocks]
+        pairs = self._pair(blocks, job.blocks)
+        local, remote = (np.array(side, dtype=np.int64) for side in zip(*pairs, strict=True))
+        entries = geometry.planes * runs(local, remote)
         if self.me.release.write_plan == "local_strides" and mine.heads != theirs.heads:
-            return raw_copy(geometry, Bytes(mine, contents, first_head), Bytes(theirs, contents, 0), pairs, into_remote=True)
+            here, there = Bytes(mine, contents, first_head), Bytes(theirs, contents, 0)
+            return raw_copy(geometry, here, there, pairs, into_remote=True), entries
         if target.remote + target.count > theirs.heads and not geometry.mla:
             raise PeerRefusal("MoRIIOError", f"heads {target.remote}+{target.count} at a rank of {theirs.heads} heads")
-        local, remote = (np.array(side, dtype=np.int64) for side in zip(*pairs, strict=True))
-        return cell_copy(geometry, theirs, contents[local], remote, first_head + target.local, target.remote, target.count)
-
-    def _landed(self, job: Job, rank: DecodeRank, copy: Copy, layer: int, _event: Any) -> None:
-        rank.land(layer, copy, job.transfer, self.name, "wrote")
-        job.in_flight -= 1
-        if job.sealed is not None:
-            self._finalize(job)
+        if not target.count == mine.heads == theirs.heads:
+            entries = geometry.planes * len(pairs) * mine.block_size  # token-major: a work request a token
+        copy = cell_copy(geometry, theirs, contents[local], remote, first_head + target.local, target.remote, target.count)
+        return copy, entries
 
     # -- the end of a transfer --------------------------------------------------------------------------------
 
@@ -312,10 +426,14 @@ class Writer:
         if job.closed or job.sealed is None or job.writes_done < job.sealed:
             return
         clock, timeout_ns = self.world.clock, self.world.setup.transfer_timeout_ns
-        if job.in_flight and not job.error:
-            if not job.waiting and job.last_land - clock.now > timeout_ns:
-                clock.after(timeout_ns, lambda _event: self._give_up(job))
-            job.waiting = True
+        patient = self.me.release.write_wait == "all_statuses" or not job.error
+        if job.in_flight and patient:
+            if not job.waiting:
+                job.waiting = True
+                until = min(job.last_land, clock.now + timeout_ns)
+                self.thread_free_at = max(self.thread_free_at, until)
+                if job.last_land > until:
+                    clock.after(timeout_ns, lambda _event: self._give_up(job))
             return
         if not job.error:
             self._tell_done(job)
@@ -323,13 +441,15 @@ class Writer:
 
     def _give_up(self, job: Job) -> None:
         if not job.closed:
-            self.world.log("transfer_failed", self.name, request=job.transfer.index, detail="transfer timeout")
+            self._fail(job, -1, "transfer timeout")
             self._close(job)
 
     def _close(self, job: Job) -> None:
         """Nothing more happens for this transfer here; the rank reports it finished."""
         job.closed = True
-        self.rank.engine.report(job.transfer, self.name)
+        # Since acks are counted, an id that is no string is never matched to a request.
+        if job.leg is None or isinstance(job.leg.transfer_id, str) or self.me.release.acks == "any":
+            self.rank.engine.report(job.transfer, self.name)
 
     def _expire(self, job: Job) -> None:
         """Decode's blocks never came within the defer timeout."""
@@ -352,9 +472,11 @@ class Writer:
     def _notify(self, job: Job, dp: int, tp: int, what: str, deliver: Any) -> None:
         leg = job.leg
         assert leg is not None
-        port = leg.notify_port + self._port_offset(dp, tp, self._known_size(as_int(leg.peer_tp), self.me.tp))
+        route = self._last_leg if self.me.release.pod_routing == "worker" and self._last_leg is not None else leg
+        offset = self._port_offset(fold(dp, route.pod_dp), tp, self._known_size(as_int(leg.peer_tp), self.me.tp))
+        port = leg.notify_port + offset
         self.world.log(f"{what}_sent", self.name, f"port {port}", job.transfer.index)
-        self.world.network.send(self.name, (leg.host, port), job.transfer.index, what, deliver)
+        self.world.network.send(self.name, (route.pod_host(dp), port), job.transfer.index, what, deliver)
 
     def _say_done(self, job: Job, writers: int, rank: Rank) -> None:
         assert job.leg is not None
@@ -363,3 +485,10 @@ class Writer:
     def _say_failed(self, job: Job, rank: Rank) -> None:
         assert job.leg is not None
         rank.on_write_failed(job.leg.transfer_id, job.transfer, self.name)
+
+
+def runs(local: Codes, remote: Codes) -> int:
+    """How many stretches are contiguous on both sides: what is left of a batch after merging."""
+    if len(local) == 0:
+        return 0
+    return 1 + int(((np.diff(local) != 1) | (np.diff(remote) != 1)).sum())

@@ -57,7 +57,10 @@ def compare(result: Result, want: Expected) -> None:
     assert result.sets.told == [f"D{tp}" for tp in sorted(want.told)]
     if result.mode == "write":
         assert result.sets.prefill_told == [f"P{tp}" for tp in sorted(want.prefill_told)]
-    assert result.sets.prefill_released == [f"P{tp}" for tp in sorted(want.prefill_acked)]
+    if result.outcome != "crash":
+        # A refused batch is noticed at the end of the forward, out of which it raises, or, were decode's blocks late,
+        # by the write thread: the oracle knows no time and allows both. Measured: rows with `race` in measured.toml.
+        assert result.sets.prefill_released == [f"P{tp}" for tp in sorted(want.prefill_acked)]
     assert result.outcome in {want.outcome, *want.possible_outcomes}
 
 

@@ -6,7 +6,6 @@ No value here comes from the simulator, and none is computed by the oracle's own
 from __future__ import annotations
 
 import itertools
-
 from typing import Any
 
 import pytest

@@ -9,6 +9,7 @@ import sys
 from functools import partial
 from typing import Any
 
+from faults import Injector
 from sim import build, run
 from sim.clock import Clock
 from sim.history import History
@@ -43,11 +44,14 @@ class Listener:
     name = "listener"
     deaf = False
 
+    def stalled_until(self, now: int) -> int:
+        return now
+
 
 def test_messages_of_one_socket_stay_in_order() -> None:
     for seed in range(30):
         clock = Clock(seed)
-        network = Network(clock, History(), latency_ns=10)
+        network = Network(clock, History(), 10, Injector(()))
         arrived: list[int] = []
         network.bind(("h", 1), Listener())
         for number in range(6):

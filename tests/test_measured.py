@@ -19,8 +19,9 @@ def scenario_of(row: dict[str, Any]) -> dict[str, Any]:
     return {
         "release": row["release"],
         "mode": row["mode"],
-        "prefill": {**row["prefill"], "num_blocks": row["prefill_num_blocks"]},
-        "decode": {**row["decode"], "num_blocks": row["decode_num_blocks"]},
+        # nobody kills an engine that stalls: there is no executor around the harness
+        "prefill": {**row["prefill"], "num_blocks": row["prefill_num_blocks"], "executor_timeout_s": None},
+        "decode": {**row["decode"], "num_blocks": row["decode_num_blocks"], "executor_timeout_s": None},
         "model": row["model"],
         "kv_dtype": "fp32",
         "block_size": row["block_size"],
@@ -45,6 +46,7 @@ def observed(result: Result, wanted: dict[str, Any]) -> dict[str, Any]:
         "coverage": [rank.coverage for rank in result.by_rank],
         "wrong": [rank.wrong for rank in result.by_rank],
         "covered_plus_wrong": [(rank.coverage or 0.0) + (rank.wrong or 0.0) for rank in result.by_rank],
+        "coverage_end": [rank.coverage_end for rank in result.by_rank],
         "told": result.sets.told,
         "written": result.sets.written,
         "prefill_told": result.sets.prefill_told,

@@ -1,0 +1,221 @@
+"""Faults of everything but the params: messages, transfers, ranks, scheduling, the router and the fabric.
+
+Each is data: a kind, what it aims at, and when it fires. `Injector` counts occurrences and says which faults act; what
+acting means is up to the tier.
+"""
+
+from __future__ import annotations
+
+import difflib
+from typing import Any
+
+import msgspec
+
+from faults.kinds import FaultKind, FaultSyntaxError
+
+MESSAGES = ("remote_blocks", "write_done", "write_failed", "release")
+STATUSES = ("ERR_INVALID_ARGS", "ERR_NOT_FOUND", "ERR_RDMA_OP", "ERR_BAD_STATE", "ERR_GPU_OP")
+ABORT_AT = ("before", "waiting", "after")
+
+# Every parameter that some kind takes: how it is read, and what it says.
+_READERS: dict[str, Any] = {
+    "from": str, "to": str, "n": int, "request": int, "layer": int, "ms": float, "for": float, "port": int,
+    "status": str, "fraction": float, "times": int, "at": str, "dp": int, "pattern": str, "factor": float, "after": float,
+}  # fmt: skip
+_WHEN = ("from", "to", "n", "request", "pattern", "after")
+_BOTH = ("model", "connector")
+_MODEL = ("model",)
+
+EVENT_KINDS: dict[str, FaultKind] = {
+    kind.name: kind
+    for kind in (
+        FaultKind("drop-notice", "drop-notice:MESSAGE", "notice", _BOTH, "the message never arrives", "mori#655, F8, F9", _WHEN),
+        FaultKind("duplicate-notice", "duplicate-notice:MESSAGE", "notice", _BOTH, "the message arrives twice, `ms` apart",
+                  "vllm#46290, F7", (*_WHEN, "ms")),
+        FaultKind("delay-notice", "delay-notice:MESSAGE,ms=N", "notice", _BOTH, "the message, and what follows on its socket, is late",
+                  "vllm#51301", (*_WHEN, "ms")),
+        FaultKind("reorder-notice", "reorder-notice:MESSAGE,ms=N", "notice", _BOTH, "the message alone is late: others overtake it",
+                  "LMCache#1350", (*_WHEN, "ms")),
+        FaultKind("poison-notice", "poison-notice:MESSAGE", "notice", _BOTH, "the message is garbage and kills the notify thread",
+                  "sglang#35965, F6", _WHEN),
+        FaultKind("misroute-notice", "misroute-notice:MESSAGE,port=N", "notice", _BOTH, "the message goes to a port N further",
+                  "vllm#53579, router#223", (*_WHEN, "port")),
+        FaultKind("replay-notice", "replay-notice:MESSAGE,ms=N", "notice", _BOTH, "the message arrives again when it is stale",
+                  "vllm#52234", (*_WHEN, "ms")),
+        FaultKind("fail-transfer", "fail-transfer:write|read", "transfer", _BOTH, "a batch ends with an error status, nothing lands",
+                  "mori#670, F20", (*_WHEN, "layer", "status")),
+        FaultKind("partial-transfer", "partial-transfer:write|read,fraction=X", "transfer", _BOTH,
+                  "only part of a batch lands, then it fails", "nixl#2107", (*_WHEN, "layer", "fraction")),
+        FaultKind("delay-transfer", "delay-transfer:write|read,ms=N", "transfer", _BOTH, "a batch lands late", "vllm#48534",
+                  (*_WHEN, "layer", "ms")),
+        FaultKind("late-transfer", "late-transfer:write|read,ms=N", "transfer", _MODEL, "a batch fails, and lands all the same later",
+                  "mori#113", (*_WHEN, "layer", "ms")),
+        FaultKind("lose-completion", "lose-completion:write|read", "transfer", _BOTH, "the data lands, the completion never comes",
+                  "mori#655", (*_WHEN, "layer")),
+        FaultKind("early-completion", "early-completion:write|read,ms=N", "transfer", _BOTH, "the completion comes before the data",
+                  "mori#434", (*_WHEN, "layer", "ms")),
+        FaultKind("sq-full", "sq-full:write|read", "transfer", _BOTH, "the send queue is full, `times` posts long",
+                  "InferenceX#1914", (*_WHEN, "layer", "times")),
+        FaultKind("slow-nic", "slow-nic:RANK,factor=X", "fabric", _MODEL, "a rank's NIC runs X times slower", "sglang#27209", ("factor",)),
+        FaultKind("partition", "partition:RANK,ms=N,for=N", "fabric", _MODEL, "a rank reaches nobody for a while", "mori#655",
+                  ("ms", "for")),
+        FaultKind("latency-spike", "latency-spike:RANK,ms=N,for=N,factor=X", "fabric", _MODEL, "messages of a rank take X times as long",
+                  "vllm#51301", ("ms", "for", "factor")),
+        FaultKind("crash-rank", "crash-rank:RANK,ms=N", "rank", _BOTH, "the rank's process dies, and its engine with it",
+                  "dynamo#13694", ("ms",)),
+        FaultKind("stall-rank", "stall-rank:RANK,ms=N,for=N", "rank", _BOTH, "the rank stands still for a while", "vllm#46332",
+                  ("ms", "for")),
+        FaultKind("late-rank", "late-rank:RANK,ms=N", "rank", _BOTH, "the rank binds its ports late", "vllm#42839", ("ms",)),
+        FaultKind("abort", "abort:REQUEST,at=before|waiting|after", "schedule", _BOTH, "the client goes away", "vllm#46283, F19",
+                  ("at", "ms")),
+        FaultKind("preempt", "preempt:REQUEST", "schedule", _MODEL, "decode preempts the request after its load and resumes it",
+                  "vllm#57705, vllm#53549", ()),
+        FaultKind("stop-at-prefill", "stop-at-prefill:REQUEST", "schedule", _MODEL, "the first token is a stop token", "F28", ()),
+        FaultKind("delay-step", "delay-step:prefill|decode,ms=N", "schedule", _MODEL, "the engine's steps are held up", "vllm#51301",
+                  ("ms", "n")),
+        FaultKind("fail-leg", "fail-leg:prefill|decode", "router", _MODEL, "the router fails to send a leg", "router#157",
+                  ("request", "n")),
+        FaultKind("delay-leg", "delay-leg:prefill|decode,ms=N", "router", _MODEL, "a leg leaves late, so legs change order",
+                  "vllm#46115", ("request", "n", "ms")),
+        FaultKind("wrong-dp", "wrong-dp:prefill|decode,dp=N", "router", _MODEL, "a leg goes to another DP rank than it says",
+                  "llm-d-router#2094", ("request", "dp")),
+        FaultKind("stop-heartbeat", "stop-heartbeat:prefill|decode,ms=N", "router", _MODEL, "an instance stops registering", "F24",
+                  ("ms",)),
+    )
+}  # fmt: skip
+
+_TARGETS: dict[str, tuple[str, ...]] = {
+    "notice": MESSAGES,
+    "transfer": ("write", "read"),
+    "router": ("prefill", "decode"),
+}
+
+
+class EventFault(
+    msgspec.Struct,
+    frozen=True,
+    kw_only=True,
+    forbid_unknown_fields=True,
+    omit_defaults=True,
+    rename={"sender": "from", "receiver": "to", "for_ms": "for"},
+):
+    """One fault of an event kind. `target` is a message, `write`/`read`, a rank, a request or a side, as the kind says.
+
+    It fires on events that match `from`, `to`, `request`, `layer` and lie after `after` ms: on the `n`-th of them
+    (0 is the first), or as `pattern` says ("fpf": fail, pass, fail, then pass), or, without either, on every one.
+    """
+
+    kind: str
+    target: str
+    sender: str | None = None
+    receiver: str | None = None
+    request: int | None = None
+    layer: int | None = None
+    n: int | None = None
+    pattern: str | None = None
+    after: float = 0.0
+    ms: float | None = None
+    for_ms: float | None = None
+    port: int | None = None
+    status: str | None = None
+    fraction: float | None = None
+    times: int | None = None
+    at: str | None = None
+    dp: int | None = None
+    factor: float | None = None
+
+    def __post_init__(self) -> None:
+        kind = EVENT_KINDS.get(self.kind)
+        if kind is None:
+            raise ValueError(f"no fault kind {self.kind!r}{_near(self.kind, EVENT_KINDS)}")
+        for name, value in _given(self).items():
+            if name not in kind.params:
+                raise ValueError(f"{self.kind} takes no {name!r}; use {kind.syntax}")
+            _check(name, value)
+        choices = _TARGETS.get(kind.point, ("prefill", "decode") if self.kind == "delay-step" else ())
+        if choices and self.target not in choices:
+            raise ValueError(f"{self.kind} can't aim at {self.target!r}{_near(self.target, choices)}")
+        if "REQUEST" in kind.syntax and not self.target.isdecimal():
+            raise ValueError(f"{self.kind} aims at a request number, not {self.target!r}; use {kind.syntax}")
+        for needed in ("ms", "for", "port", "fraction", "factor", "dp"):
+            if f"{needed}=" in kind.syntax and needed not in _given(self):
+                raise ValueError(f"{self.kind} needs {needed}; use {kind.syntax}")
+
+    def __str__(self) -> str:
+        return ",".join([f"{self.kind}:{self.target}", *(f"{name}={_plain(value)}" for name, value in _given(self).items())])
+
+    def matches(self, target: str, sender: str, receiver: str, request: int, layer: int, now_ms: float) -> bool:
+        """Whether an event is one of those that this fault counts."""
+        return (
+            self.target == target
+            and self.sender in (None, sender, sender[:1])
+            and self.receiver in (None, receiver, receiver[:1])
+            and self.request in (None, request)
+            and self.layer in (None, layer)
+            and now_ms >= self.after
+        )
+
+    def fires_on(self, occurrence: int) -> bool:
+        """Whether it fires on its `occurrence`-th matching event (0 is the first)."""
+        if self.n is not None:
+            return occurrence == self.n
+        if self.pattern is not None:
+            return self.pattern[occurrence : occurrence + 1] == "f"
+        return True
+
+
+def _plain(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _near(value: str, choices: Any) -> str:
+    close = difflib.get_close_matches(value, list(choices), n=1, cutoff=0.4)
+    return f"; did you mean {close[0]!r}?" if close else "; choose from " + ", ".join(choices)
+
+
+def _given(fault: EventFault) -> dict[str, Any]:
+    """The parameters that were given, under the names that people write."""
+    built = msgspec.to_builtins(fault)
+    return {name: value for name, value in built.items() if name not in ("kind", "target")}
+
+
+def _check(name: str, value: Any) -> None:
+    if name in ("ms", "for", "after", "n", "request", "layer", "dp") and value < 0:
+        raise ValueError(f"{name}={value:g} is negative; use 0 or more")
+    if name == "fraction" and not 0 < value < 1:
+        raise ValueError(f"fraction={value:g} is out of range; use a number between 0 and 1, such as 0.5")
+    if name == "factor" and not value >= 1:
+        raise ValueError(f"factor={value:g} is out of range; use 1 or more")
+    if name == "times" and value < 1:
+        raise ValueError(f"times={value} is out of range; use 1 or more")
+    if name == "pattern" and (not value or set(value) - set("fp")):
+        raise ValueError(f"pattern={value!r} is no pattern; use f (fail) and p (pass), such as fpf")
+    if name == "status" and value not in STATUSES:
+        raise ValueError(f"no status {value!r}{_near(value, STATUSES)}")
+    if name == "at" and value not in ABORT_AT:
+        raise ValueError(f"at={value!r} is no moment{_near(value, ABORT_AT)}")
+
+
+def parse_event_fault(text: str) -> EventFault:
+    """Read `KIND:TARGET[,name=value…]`, such as `drop-notice:write_done,to=D3`. Raises FaultSyntaxError."""
+    kind, _, rest = text.partition(":")
+    syntax = EVENT_KINDS[kind].syntax
+    target, *parts = rest.split(",")
+    if not target:
+        raise FaultSyntaxError(f"{text!r} aims at nothing; use {syntax}")
+    fields: dict[str, Any] = {}
+    for part in parts:
+        name, equals, value = part.partition("=")
+        if not equals or name not in EVENT_KINDS[kind].params:
+            takes = ", ".join(EVENT_KINDS[kind].params) or "no parameters"
+            raise FaultSyntaxError(f"can't read {part!r} in {text!r}; {kind} takes {takes}")
+        if name in fields:
+            raise FaultSyntaxError(f"{name} is given twice in {text!r}; give it once")
+        try:
+            fields[name] = _READERS[name](value)
+        except ValueError:
+            raise FaultSyntaxError(f"{value!r} in {text!r} is not a number; write {name}=1") from None
+    try:
+        return msgspec.convert({"kind": kind, "target": target, **fields}, EventFault)
+    except msgspec.ValidationError as error:
+        raise FaultSyntaxError(f"{text!r}: {str(error).split(' - at')[0]}") from None

@@ -1,0 +1,215 @@
+"""What one decode rank does in READ mode: handshakes, sources, guards, pairing, the reads and the releases."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from sim.errors import PeerRefusal
+from sim.ledger import Bytes, Copy, cell_copy, raw_copy
+from sim.legs import Leg
+from sim.policies import Target, as_int
+from sim.transfer import Transfer
+from sim.writer import NEVER, AgentKey, runs
+
+if TYPE_CHECKING:
+    from sim.decode import DecodeRank
+    from sim.prefill import PrefillRank
+
+
+class Source(NamedTuple):
+    """One prefill rank that a decode rank reads, and the batch of every layer (None: MoRI refuses it)."""
+
+    tp: int
+    rank: PrefillRank
+    copy: Copy | None
+    entries: int
+
+
+class Landing(NamedTuple):
+    """When the reads of one request are over at one rank: `done_ns[layer]` (NEVER: not at all), and what failed."""
+
+    done_ns: list[int]
+    error: str
+
+
+class Reader:
+    """The read side of one decode rank."""
+
+    def __init__(self, rank: DecodeRank, dp: int) -> None:
+        self.rank = rank
+        self.world = rank.world
+        self.me = self.world.setup.decode
+        self.name = rank.name
+        self.agents: dict[AgentKey, Any] = {}
+        self.dead: tuple[str, int] | None = None
+        self._reads_started = dp  # the round of flexible reads starts at the DP rank
+        rdma = self.world.setup.scenario.rdma
+        self._sq_depth = rdma.sq_depth * rdma.queue_pairs
+        self._faulted = self.world.injector.plans("transfer")
+
+    # -- handshake --------------------------------------------------------------------------------------------
+
+    def keys(self, leg: Leg) -> list[AgentKey]:
+        """The (DP, TP) ranks of prefill that this rank handshakes with; TP None is the one that the map names."""
+        if self._flexible(leg):
+            return [(0, tp) for tp in range(as_int(leg.peer_tp))]
+        targets = self._targets(leg)
+        dps = range(as_int(leg.dp_size))
+        if len(targets) > 1:
+            return [(dp, target.tp_rank) for dp in dps for target in targets]
+        return [(dp, None) for dp in dps]
+
+    def dial(self, leg: Leg, keys: list[AgentKey]) -> bool:
+        """Handshake with these ranks, one after another; False, and `dead` says where, if one does not answer."""
+        for dp, tp in keys:
+            if (dp, tp) in self.agents:
+                continue
+            dialled = tp if tp is not None else self._targets(leg)[0].tp_rank
+            # READ knows one host only, and no pods.
+            port = leg.handshake_port + self.me.release.call("dial")(dp, dialled, as_int(leg.peer_tp))
+            rank = self.world.network.owner((leg.host, port))
+            if rank is None:
+                self.dead = (leg.host, port)
+                self.world.log("dial_dead", self.name, f"port {port}", detail=f"for dp{dp} tp{dialled}")
+                return False
+            self.agents[dp, tp] = rank
+            self.world.log("dialled", self.name, rank.name, detail=f"port {port} for dp{dp} tp{dialled}")
+        return True
+
+    def _targets(self, leg: Leg) -> list[Target]:
+        release = self.me.release
+        size = release.call("unknown_tp_map")(leg.peer_tp, self.me.tp)
+        targets: list[Target] = release.call("read_map")(self.rank.tp, self.me.tp, size, self.world.geometry)
+        return targets
+
+    def _flexible(self, leg: Leg) -> bool:
+        return (
+            self.me.release.read_flex == "mla_tp1"
+            and self.me.tp == 1
+            and self.world.geometry.mla
+            and as_int(leg.dp_size) == 1
+            and as_int(leg.peer_tp) > 1
+        )
+
+    # -- reading ----------------------------------------------------------------------------------------------
+
+    def plan(self, leg: Leg, transfer: Transfer, local: Sequence[int]) -> list[Source]:
+        """Sources and batches of one request. Raises PeerRefusal where `start_load_kv` raises."""
+        release, geometry, me = self.me.release, self.world.geometry, self.me
+        flexible = self._flexible(leg)
+        if flexible:
+            targets = [Target(self._reads_started % as_int(leg.peer_tp), 0, 0, 1)]
+            self._reads_started += 1
+        else:
+            targets = self._targets(leg)
+        dp = as_int(leg.dp_rank) if release.read_dp == "param" else 0
+        sources = []
+        for target in targets:
+            rank = self.agents.get((dp, target.tp_rank if flexible or len(targets) > 1 else None))
+            if rank is None:
+                raise PeerRefusal("KeyError", f"no session to prefill DP rank {dp}")
+            guard_size = release.call("unknown_tp_guard")(leg.peer_tp, me.tp)
+            release.call("read_guard")(me.tp, guard_size, me.shape, rank.me.shape, geometry)
+            copy, entries = self._batch(target, rank, leg, list(local)) if len(local) else (None, 0)
+            sources.append(Source(target.tp_rank, rank, copy, entries))
+        return sources
+
+    def _batch(self, target: Target, rank: PrefillRank, leg: Leg, local_blocks: list[int]) -> tuple[Copy | None, int]:
+        geometry, mine, theirs, contents = self.world.geometry, self.me.shape, rank.me.shape, rank.engine.contents
+        pairs = self.me.release.call("read_pairing")(local_blocks, list(leg.blocks))
+        local, remote = (np.array(side, dtype=np.int64) for side in zip(*pairs, strict=True))
+        self._check_bounds(local, remote, mine.num_blocks, theirs.num_blocks)
+        entries = geometry.planes * runs(local, remote)
+        if mine.heads != theirs.heads and self.me.release.read_map != "gather":
+            here, there = Bytes(mine, contents, 0), Bytes(theirs, contents, rank.first_head)
+            return raw_copy(geometry, here, there, pairs, into_remote=False), entries
+        first = rank.first_head + target.remote
+        return cell_copy(geometry, mine, contents[remote], local, first, target.local, target.count), entries
+
+    @staticmethod
+    def _check_bounds(local: Any, remote: Any, mine: int, theirs: int) -> None:
+        """A block id beyond a pool is beyond the registered memory."""
+        if len(local) and (int(local.max()) >= mine or int(remote.max()) >= theirs):
+            raise PeerRefusal("ValueError", f"block {max(int(local.max()), int(remote.max()))} is out of range")
+
+    def post(self, sources: list[Source], transfer: Transfer) -> Landing:
+        """Post the reads of all layers; what lands when, and what MoRI refuses or a planned fault spoils."""
+        clock, layers = self.world.clock, self.world.geometry.layers
+        done, error = [clock.now] * layers, ""
+        for source in sources:
+            if source.copy is None:
+                error = "length out of range" if source.entries else error
+                if source.entries:
+                    self.world.log("transfer_failed", self.name, source.rank.name, transfer.index, detail=error)
+                continue
+            for layer in range(layers):
+                done[layer], failed = self._post_layer(source, source.copy, transfer, layer, done[layer])
+                error = failed or error
+        return Landing(done, error)
+
+    def _post_layer(self, source: Source, copy: Copy, transfer: Transfer, layer: int, done: int) -> tuple[int, str]:
+        """Post one batch; when its layer is over, and the error it ends with."""
+        clock, fabric = self.world.clock, self.world.fabric
+        busy_ns, post_at = fabric.occupancy_ns(copy.size_bytes, "read"), clock.now
+        careful = self._faulted or source.entries * self.world.geometry.layers > self._sq_depth
+        if careful:
+            post_at = self.rank.nic.queue(clock.now, source.entries, self._sq_depth)
+            if error := self._no_room(source.entries, post_at):
+                self.world.log("transfer_failed", self.name, source.rank.name, transfer.index, layer, error)
+                return done, error
+        land = source.rank.nic.occupy(self.rank.nic, post_at, busy_ns) + fabric.read_fixed_ns
+        if not careful:
+            self._land_at(land, source, copy, transfer, layer)
+            return max(done, land), ""
+        self.rank.nic.queued(land, source.entries)
+        effect = self.world.transfer_effect("read", source.rank.name, self.name, transfer.index, layer, land)
+        error = effect.refused if self.me.release.sq_retry == "none" or effect.refused != "SQ full" else ""
+        if effect.land_at is not None and not error:
+            self._land_at(effect.land_at, source, copy.part(effect.fraction), transfer, layer)
+        if error or effect.error:
+            self.world.log("transfer_failed", self.name, source.rank.name, transfer.index, layer, error or effect.error)
+        return max(done, effect.done_at), error or effect.error
+
+    def _no_room(self, entries: int, room_at: int) -> str:
+        """Why the send queue can't take a batch: READ tries again until the transfer timeout in 0.26+."""
+        if entries > self._sq_depth:
+            return "SQ request exceeds capacity"
+        patience = self.world.setup.transfer_timeout_ns if self.me.release.sq_retry == "read" else 0
+        patience = max(patience, round(self.world.setup.scenario.rdma.sq_wait_s * 1e9))
+        return "SQ full" if room_at - self.world.clock.now > patience else ""
+
+    def _land_at(self, at: int, source: Source, copy: Copy, transfer: Transfer, layer: int) -> None:
+        def landed(_event: Any) -> None:
+            self.rank.land(layer, copy, transfer, source.rank.name, "read")
+
+        clock = self.world.clock
+        if at <= clock.now:
+            landed(None)
+        else:
+            clock.after(at - clock.now, landed)
+
+    # -- release ----------------------------------------------------------------------------------------------
+
+    def send_release(self, leg: Leg, sources: list[Source], transfer: Transfer) -> None:
+        """Tell prefill's ranks, as this release knows them, that the blocks are read (or that the read failed)."""
+        release = self.me.release
+        size = release.call("unknown_tp_map")(leg.peer_tp, self.me.tp)
+        holders: Sequence[int] = release.call("release_to")(self.rank.tp, [s.tp for s in sources], self.me.tp, size)
+        if self._flexible(leg) and release.release_to == "holders":
+            holders = range(as_int(leg.peer_tp))
+        dp = as_int(leg.dp_rank) if release.read_dp == "param" else 0
+        factor = {"tp": 0, "raw": as_int(leg.peer_tp), "effective": size}[release.release_port]
+        consumer = 1 if release.release_to == "own_rank" else self.me.tp
+        for tp in holders:
+            port = leg.notify_port + dp * factor + tp
+            self.world.log("release_sent", self.name, f"port {port}", transfer.index)
+            self.world.network.send(
+                self.name, (leg.host, port), transfer.index, "release",
+                lambda rank: rank.on_release(leg.transfer_id, transfer, consumer, self.name),
+            )  # fmt: skip
+
+
+__all__ = ["NEVER", "Landing", "Reader", "Source"]
