@@ -17,7 +17,7 @@ from sim.ledger import Copy, Ledger, cell_copy
 from sim.legs import Leg, peer_address, pods_of, read_leg, transfer_id_of
 from sim.policies import as_int, fold
 from sim.rank import Rank
-from sim.reader import NEVER, Landing, Reader, Source
+from sim.reader import NEVER, PORTS, Landing, Reader, Source
 from sim.transfer import BlockPool, Transfer
 
 if TYPE_CHECKING:
@@ -218,7 +218,7 @@ class DecodeEngine:
         if local:
             hosts = pods_of(params, host)
             host = hosts[dp // local] if dp // local < len(hosts) else hosts[0]
-        width = release.call("blocks_ready_width")(params, self.me.tp, peer.tp)
+        width = min(release.call("blocks_ready_width")(params, self.me.tp, peer.tp), PORTS)
         offset = release.call("ports")
         return [(host, notify_port + offset(fold(dp, local), tp, peer.tp)) for tp in range(width)]
 
@@ -333,6 +333,7 @@ class DecodeEngine:
                     dead = True
                     break
                 yield from self._wait_for_port(rank)
+                keys = reader.keys(leg)
             dials = max(dials, len(reader.agents) - known)
         wait = self.world.setup.transfer_timeout_ns if dead else dials * self.world.timing.handshake_ns
         if wait:

@@ -15,6 +15,7 @@ from sim.errors import PeerRefusal
 from sim.geometry import CacheShape, Geometry
 
 Params = Mapping[str, Any]
+MOST_RANKS = 65536  # as there are ports
 
 
 class Policy(msgspec.Struct, frozen=True):
@@ -123,6 +124,8 @@ def map_fan(rank: int, own: int, peer: int, geometry: Geometry) -> list[Target]:
     Where several ranks hold the same head or latent, only the first of the group writes it.
     """
     _check_pair(own, peer, geometry)
+    if peer > MOST_RANKS:
+        raise PeerRefusal("MemoryError", f"a map onto {peer} ranks")
     mine = geometry.heads_of(rank, own)
     if peer >= own:
         spread = peer // own

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -12,7 +12,7 @@ from sim.ledger import Bytes, Copy, cell_copy, raw_copy
 from sim.legs import Leg
 from sim.policies import Target, as_int
 from sim.transfer import Transfer
-from sim.writer import NEVER, AgentKey, runs
+from sim.writer import NEVER, PORTS, AgentKey, runs
 
 if TYPE_CHECKING:
     from sim.decode import DecodeRank
@@ -52,17 +52,15 @@ class Reader:
 
     # -- handshake --------------------------------------------------------------------------------------------
 
-    def keys(self, leg: Leg) -> list[AgentKey]:
+    def keys(self, leg: Leg) -> Iterator[AgentKey]:
         """The (DP, TP) ranks of prefill that this rank handshakes with; TP None is the one that the map names."""
         if self._flexible(leg):
-            return [(0, tp) for tp in range(as_int(leg.peer_tp))]
+            return ((0, tp) for tp in range(as_int(leg.peer_tp)))
         targets = self._targets(leg)
-        dps = range(as_int(leg.dp_size))
-        if len(targets) > 1:
-            return [(dp, target.tp_rank) for dp in dps for target in targets]
-        return [(dp, None) for dp in dps]
+        tps = [target.tp_rank for target in targets] if len(targets) > 1 else [None]
+        return ((dp, tp) for dp in range(as_int(leg.dp_size)) for tp in tps)
 
-    def dial(self, leg: Leg, keys: list[AgentKey]) -> bool:
+    def dial(self, leg: Leg, keys: Iterator[AgentKey]) -> bool:
         """Handshake with these ranks, one after another; False, and `dead` says where, if one does not answer."""
         for dp, tp in keys:
             if (dp, tp) in self.agents:
@@ -119,7 +117,9 @@ class Reader:
 
     def _batch(self, target: Target, rank: PrefillRank, leg: Leg, local_blocks: list[int]) -> tuple[Copy | None, int]:
         geometry, mine, theirs, contents = self.world.geometry, self.me.shape, rank.me.shape, rank.engine.contents
-        pairs = self.me.release.call("read_pairing")(local_blocks, list(leg.blocks))
+        if not isinstance(leg.blocks, list) or not all(isinstance(block, int) for block in leg.blocks):
+            raise PeerRefusal("TypeError", f"remote_block_ids {leg.blocks!r:.40} is no list of block ids")
+        pairs = self.me.release.call("read_pairing")(local_blocks, leg.blocks)
         local, remote = (np.array(side, dtype=np.int64) for side in zip(*pairs, strict=True))
         self._check_bounds(local, remote, mine.num_blocks, theirs.num_blocks)
         entries = geometry.planes * runs(local, remote)
@@ -199,7 +199,7 @@ class Reader:
         size = release.call("unknown_tp_map")(leg.peer_tp, self.me.tp)
         holders: Sequence[int] = release.call("release_to")(self.rank.tp, [s.tp for s in sources], self.me.tp, size)
         if self._flexible(leg) and release.release_to == "holders":
-            holders = range(as_int(leg.peer_tp))
+            holders = range(min(as_int(leg.peer_tp), PORTS))
         dp = as_int(leg.dp_rank) if release.read_dp == "param" else 0
         factor = {"tp": 0, "raw": as_int(leg.peer_tp), "effective": size}[release.release_port]
         consumer = 1 if release.release_to == "own_rank" else self.me.tp
@@ -212,4 +212,4 @@ class Reader:
             )  # fmt: skip
 
 
-__all__ = ["NEVER", "Landing", "Reader", "Source"]
+__all__ = ["NEVER", "PORTS", "Landing", "Reader", "Source"]

@@ -141,7 +141,23 @@ _VLLM_017 = msgspec.structs.replace(
     source="vllm-router 0.1.17 from PyPI, recorded on loopback",
 )
 
-ROUTERS: dict[str, Router] = {r.name: r for r in (_TOY_025, _TOY_027, _TOY_030, _TOY_033, _VLLM_015, _VLLM_016, _VLLM_017)}
+_WIDE_EP = msgspec.structs.replace(
+    _TOY_033,
+    name="wide-ep",
+    write_prefill=_TOY_033.write_prefill | {"remote_dp_size_local": "$decode.dp_local", "remote_hosts": "$decode.hosts"},
+    write_decode=_TOY_033.write_decode
+    | {
+        "remote_dp_rank": "$prefill.dp_rank",
+        "remote_dp_rank_override": True,
+        "remote_dp_size_local": "$prefill.dp_local",
+        "remote_hosts": "$prefill.hosts",
+    },
+    source="not recorded: the toy proxy's legs and the pod keys that the connector of 0.28+ reads (llm-d-router#1564)",
+)
+
+ROUTERS: dict[str, Router] = {
+    r.name: r for r in (_TOY_025, _TOY_027, _TOY_030, _TOY_033, _VLLM_015, _VLLM_016, _VLLM_017, _WIDE_EP)
+}
 TOY_PROXY = "toy-proxy"
 _TOY_OF_RELEASE = {
     "0.24.0": _TOY_025,

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from sim.prefill import PrefillRank
 
 NEVER = 1 << 62
+PORTS = 65536
 AgentKey = tuple[int, int | None]
 
 
@@ -158,11 +159,14 @@ class Writer:
             if job.in_flight and not job.error and wait > 0:
                 job.waiting = True
                 yield clock.timeout(wait)
-            if job.closed:
-                continue
-            if job.error or job.in_flight:
-                raise PeerRefusal("TransferError", job.error or "transfer timeout")
-            self._finalize(job)
+            self._end_in_forward(job)
+
+    def _end_in_forward(self, job: Job) -> None:
+        if job.closed:
+            return
+        if job.error or job.in_flight:
+            raise PeerRefusal("TransferError", job.error or "transfer timeout")
+        self._finalize(job)
 
     def _open(self, job: Job) -> bool:
         """Map this rank onto the peer and see whether its sessions are there; else queue handshakes."""
@@ -207,18 +211,19 @@ class Writer:
         handshake_ns = self.world.timing.handshake_ns
         at = max(clock.now, self.dial_free_at)
         reached: list[tuple[AgentKey, Any, str]] = []
-        for key in [key for dp in range(as_int(leg.dp_size)) for key in self._keys(job, dp)]:
-            if at < NEVER:
-                address = self._address(job, key)
-                rank = self.world.network.owner(address)
-                if rank is None:
-                    detail = f"for dp{key[0]} tp{self._dialled_tp(job, key)}"
-                    self.world.log("dial_dead", self.name, f"port {address[1]}", job.transfer.index, detail=detail)
-                    self.dial_free_at = at = NEVER
-                    self.world.network.when_bound(address, lambda: self._redial(job))
-                else:
-                    self.dial_free_at = at = at + handshake_ns
-                    reached.append((key, rank, f"port {address[1]} for dp{key[0]} tp{self._dialled_tp(job, key)}"))
+        for key in (key for dp in range(as_int(leg.dp_size)) for key in self._keys(job, dp)):
+            if at >= NEVER:
+                break
+            address = self._address(job, key)
+            rank = self.world.network.owner(address)
+            what = f"dp{key[0]} tp{self._dialled_tp(job, key)}"
+            if rank is None:
+                self.world.log("dial_dead", self.name, f"port {address[1]}", job.transfer.index, detail=f"for {what}")
+                self.dial_free_at = at = NEVER
+                self.world.network.when_bound(address, lambda: self._redial(job))
+            else:
+                self.dial_free_at = at = at + handshake_ns
+                reached.append((key, rank, f"port {address[1]} for {what}"))
         peer.ready_at = min(peer.ready_at, at)
         finished = at < NEVER
 
@@ -460,7 +465,7 @@ class Writer:
         self._close(job)
         if self.me.release.expiry == "write_failed":
             assert job.leg is not None
-            for dp in range(max(as_int(job.leg.dp_size), 1)):
+            for dp in range(min(max(as_int(job.leg.dp_size), 1), PORTS)):
                 for target in job.targets:
                     self._notify(job, dp, target.tp_rank, "write_failed", partial(self._say_failed, job))
 
