@@ -44,8 +44,8 @@ class DecodeRank(Rank):
         else:
             world.stray += engine.ledger.land_astray(self.tp, layer, copy, transfer.index if mine else None)
         now = world.clock.now
-        if transfer.first_byte_ns < 0:
-            transfer.first_byte_ns = now
+        if not transfer.went:
+            transfer.landed_ns = now
         world.history.rows.append((now, kind, source, self.name, transfer.index, layer, "" if mine else "astray"))
 
     def on_write_done(self, transfer_id: Any, transfer: Transfer, writers: int, sender: str) -> None:
@@ -210,7 +210,7 @@ class DecodeEngine:
     def _prefill_ports(self, params: dict[str, Any], folded: bool) -> list[tuple[str, int]]:
         """Notify addresses of the prefill ranks that this release knows; unfolded ones know nothing of pods."""
         release, peer = self.me.release, self.world.setup.prefill
-        host, _handshake, notify_port = peer_address(params, release.address, peer)
+        host, _handshake, notify_port = peer_address(params, release.address, peer, self.world.setup.scenario.request_id_addresses)
         dp = params.get("remote_dp_rank", 0)
         if not isinstance(dp, int):
             raise PeerRefusal("TypeError", f"remote_dp_rank {dp!r} in port arithmetic")
@@ -273,11 +273,15 @@ class DecodeEngine:
         if params:
             transfer_id_of(params, release.transfer_id_missing, f"D-{transfer.index}")
         wanted = params.get("do_remote_prefill") and params.get("remote_block_ids") and "remote_engine_id" in params
-        leg = read_leg(params, self.me, self.world.setup.prefill, f"D-{transfer.index}") if wanted else None
+        leg = self._read_leg(transfer, params) if wanted else None
         local = self._allocate(transfer)
         if transfer.request.external_zero and release.read_pairing != "exact":
             local = []
         self.world.clock.process(self._guarded(transfer, leg, local))
+
+    def _read_leg(self, transfer: Transfer, params: dict[str, Any]) -> Leg:
+        setup = self.world.setup
+        return read_leg(params, self.me, setup.prefill, f"D-{transfer.index}", setup.scenario.request_id_addresses)
 
     def _guarded(self, transfer: Transfer, leg: Leg | None, local: list[int]) -> Generator[Any, None, None]:
         try:
@@ -462,7 +466,7 @@ class DecodeEngine:
         if self.world.mode == "write":
             self._release_early(transfer, params, params.get("transfer_id"))
             return
-        leg = read_leg(params, self.me, self.world.setup.prefill, f"D-{transfer.index}")
+        leg = self._read_leg(transfer, params)
         if self.me.release.read_pairing == "exact":
             self.crash("ValueError: 0 local blocks and some remote blocks", transfer)
             return

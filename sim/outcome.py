@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 import msgspec
 
 from sim.ledger import Count
-from sim.result import Check, RankCoverage, Sets, worst
+from sim.result import Check, Percentiles, RankCoverage, Sets, worst
 from sim.transfer import Transfer
 from sim.world import World
 
@@ -98,6 +100,28 @@ def sets_of(world: World, ranks: list[RankCoverage]) -> Sets:
         prefill_told=[name for name in prefill.rank_names() if name in heard],
         prefill_released=[name for name in prefill.rank_names() if name in released],
     )
+
+
+def percentiles(values_ns: list[int]) -> Percentiles | None:
+    """Nearest-rank percentiles of some times, in ms; None when there are none."""
+    if not values_ns:
+        return None
+    ordered = sorted(values_ns)
+
+    def at(share: float) -> float:
+        return ordered[max(0, math.ceil(share * len(ordered)) - 1)] / 1e6
+
+    return Percentiles(p50=at(0.5), p90=at(0.9), p99=at(0.99), max=ordered[-1] / 1e6)
+
+
+def transfer_times(world: World) -> list[int]:
+    """From the first post to the last byte before go, of each request that went and was transferred (ns)."""
+    return [t.landed_ns - t.posted_ns for t in world.transfers if t.went and 0 <= t.posted_ns <= t.landed_ns]
+
+
+def times_to_go(world: World) -> list[int]:
+    """From the router's first leg to go, of each request that went (ns)."""
+    return [t.go_ns - t.started_ns for t in world.transfers if t.went]
 
 
 def checks_of(world: World, ranks: list[RankCoverage], sets: Sets, outcomes: list[str]) -> list[Check]:

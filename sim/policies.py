@@ -459,6 +459,10 @@ POLICIES: dict[str, dict[str, Policy]] = {
         "by_blocks": Policy("a chunk is the last when the blocks hold the prompt: too early with lookahead blocks"),
         "by_tokens": Policy("a chunk is the last when its tokens complete the prompt (0.32+)"),
     },
+    "plain_chunks": {
+        "key_error": Policy("a request without params whose prompt takes several steps kills a WRITE prefill scheduler"),
+        "skipped": Policy("such a request is none of the connector's business (0.28+)"),
+    },
     "write_clamp": {
         "none": Policy("prefill writes its whole block list"),
         "prompt_blocks": Policy("prefill writes no more blocks than the prompt has (0.32+)"),

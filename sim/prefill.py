@@ -171,7 +171,8 @@ class PrefillEngine:
         if self.world.mode == "read" and self.me.release.prefill_leg_read == "write_only":
             self._transfer_id(transfer, params)
             return None
-        return read_leg(params, self.me, self.world.setup.decode, f"P-{transfer.index}")
+        setup = self.world.setup
+        return read_leg(params, self.me, setup.decode, f"P-{transfer.index}", setup.scenario.request_id_addresses)
 
     def _transfer_id(self, transfer: Transfer, params: dict[str, Any]) -> Any:
         return transfer_id_of(params, self.me.release.transfer_id_missing, f"P-{transfer.index}")
@@ -203,6 +204,8 @@ class PrefillEngine:
             if (delay := self.world.step_delay("prefill")) > 0:
                 yield clock.timeout(delay)
             chunk = self._next_chunk()
+            if self.crashed:
+                break
             limit_s = self.me.side.executor_timeout_s
             self.step_limit_at = NO_LIMIT if limit_s is None else clock.now + round(limit_s * 1e9)
             forwards = [clock.process(self._guarded(rank, chunk)) for rank in self.ranks]
@@ -223,6 +226,7 @@ class PrefillEngine:
             tokens = min(budget, waiting.transfer.request.prompt_tokens - waiting.computed)
             if tokens <= 0:
                 continue
+            self._note_again(waiting)
             budget -= tokens
             waiting.computed += tokens
             last = self._is_last_chunk(waiting) and not waiting.saved
@@ -230,6 +234,12 @@ class PrefillEngine:
             chunk.append((waiting.transfer, waiting.leg if last else None))
             self._fill(waiting)
         return chunk
+
+    def _note_again(self, waiting: Waiting) -> None:
+        """The scheduler looks a request up whose prompt goes on; some releases insist that they have it (K34)."""
+        again = waiting.computed > 0 and self.world.mode == "write" and not waiting.params.get("do_remote_decode")
+        if again and self.me.release.plain_chunks == "key_error":
+            self.crash(f"KeyError: 'P-{waiting.transfer.index}'", waiting.transfer)
 
     def _is_last_chunk(self, waiting: Waiting) -> bool:
         """Whether the release takes this chunk for the last, and so writes the request in it."""

@@ -79,6 +79,8 @@ class Reader:
 
     def _targets(self, leg: Leg) -> list[Target]:
         release = self.me.release
+        if not isinstance(leg.peer_tp, (int, float)):
+            raise PeerRefusal("TypeError", f"TP size {leg.peer_tp!r} is compared with a number")
         size = release.call("unknown_tp_map")(leg.peer_tp, self.me.tp)
         targets: list[Target] = release.call("read_map")(self.rank.tp, self.me.tp, size, self.world.geometry)
         return targets
@@ -138,6 +140,8 @@ class Reader:
     def post(self, sources: list[Source], transfer: Transfer) -> Landing:
         """Post the reads of all layers; what lands when, and what MoRI refuses or a planned fault spoils."""
         clock, layers = self.world.clock, self.world.geometry.layers
+        if transfer.posted_ns < 0:
+            transfer.posted_ns = clock.now
         done, error = [clock.now] * layers, ""
         for source in sources:
             if source.copy is None:

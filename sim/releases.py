@@ -52,6 +52,7 @@ class ConnectorRelease(msgspec.Struct, frozen=True, kw_only=True):
     sq_retry: str
     write_wait: str
     last_chunk: str
+    plain_chunks: str
     write_clamp: str
     external_zero: str
     early_release_acks: str
@@ -130,6 +131,7 @@ _0_24 = ConnectorRelease(
     sq_retry="none",
     write_wait="all_statuses",
     last_chunk="by_blocks",
+    plain_chunks="key_error",
     write_clamp="none",
     external_zero="full_table",
     early_release_acks="one",
@@ -180,6 +182,7 @@ _0_28 = msgspec.structs.replace(
     recv_abort="silent",
     early_release_acks="decode_size",
     early_ack="parked",
+    plain_chunks="skipped",
     pod_routing="worker",
 )
 _0_29 = msgspec.structs.replace(_0_28, name="0.29.0", date="2026-09-09")

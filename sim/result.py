@@ -64,6 +64,15 @@ class Check(msgspec.Struct, frozen=True, kw_only=True):
     reason: str
 
 
+class Percentiles(msgspec.Struct, frozen=True, kw_only=True):
+    """Of the requests that went, in ms of virtual time."""
+
+    p50: float
+    p90: float
+    p99: float
+    max: float
+
+
 class FaultFired(msgspec.Struct, frozen=True, kw_only=True):
     """How often a planned fault changed something."""
 
@@ -100,6 +109,9 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     virtual_ns: int | None
     seconds: float
     replay: str
+    transfer_ms: Percentiles | None = None
+    time_to_go_ms: Percentiles | None = None
+    scenario: dict[str, Any] | None = None
 
     def to_json(self) -> str:
         """One line of JSON."""

@@ -136,6 +136,7 @@ class Scenario(_Strict, frozen=True):
     block_size: Annotated[int, Meta(ge=1, le=1024)] = 16
     prompt_tokens: Annotated[int, Meta(ge=1, le=1 << 24)] = 256
     router: str = TOY_PROXY
+    request_id_addresses: bool = True
     fabric: str | FabricSpec = "cx7"
     rdma: Rdma = Rdma()
     seed: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)] = 0

@@ -10,7 +10,16 @@ import msgspec
 from faults import KeyFault
 from sim.errors import InputError
 from sim.findings import find
-from sim.outcome import checks_of, rank_coverages, request_outcome, request_tallies, sets_of
+from sim.outcome import (
+    checks_of,
+    percentiles,
+    rank_coverages,
+    request_outcome,
+    request_tallies,
+    sets_of,
+    times_to_go,
+    transfer_times,
+)
 from sim.result import FaultFired, Result, worst
 from sim.scenario import Scenario, Setup, resolve
 from sim.world import World
@@ -73,6 +82,9 @@ def judge(world: World, started: float) -> Result:
         virtual_ns=world.history.last_ns(),
         seconds=time.perf_counter() - started,
         replay=replay_line(scenario),
+        transfer_ms=percentiles(transfer_times(world)),
+        time_to_go_ms=percentiles(times_to_go(world)),
+        scenario=msgspec.to_builtins(scenario),
     )
 
 

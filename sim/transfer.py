@@ -64,7 +64,7 @@ class Transfer:
         self.aborted = False
         self.preempted = False
         self.on_finish: Any = None
-        self.started_ns = self.first_byte_ns = self.go_ns = -1
+        self.started_ns = self.posted_ns = self.landed_ns = self.go_ns = -1  # when it left the router, moved, went
         self.home: object | None = None  # the decode engine that holds its blocks now
         self._decode = decode
         self._geometry = geometry

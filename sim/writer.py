@@ -188,8 +188,8 @@ class Writer:
         """Map this rank onto the peer; a refusal is returned, or raised where the release raises it in the forward."""
         if job.targets or job.leg is None:
             return None
+        size = self._known_size(as_int(job.leg.peer_tp), self.me.tp)  # not a number: raises in the forward of any release
         try:
-            size = self._known_size(as_int(job.leg.peer_tp), self.me.tp)
             job.targets = self._map(self.rank.tp, self.me.tp, size, self.world.geometry)
         except PeerRefusal as refusal:
             if self.me.release.write_map_error != "task_fails":
@@ -301,6 +301,8 @@ class Writer:
             return
         if job.wires is None:
             job.wires = self._wires(job)
+            if job.transfer.posted_ns < 0:
+                job.transfer.posted_ns = now
         for wire in job.wires:
             if wire.refusal is not None or wire.rank is None:
                 self.world.log("task_failed", self.name, request=job.transfer.index, layer=layer, detail=str(wire.refusal))

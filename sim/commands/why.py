@@ -1,0 +1,57 @@
+"""`kvcover why`: the story of one request."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from sim.errors import InputError
+
+
+@click.command("why")
+@click.argument("result")
+@click.option("--request", type=int, default=0, show_default=True, metavar="N", help="Which request to tell of.")
+def command(result: str, request: int) -> None:
+    """Tell the story of one request, from the router to its outcome, with times.
+
+    RESULT is a file written by `kvcover run -o`, or - for standard input. The story is the model's: the scenario in the
+    result is run again, and must give the same history.
+    """
+    data = _read(result)
+    scenario = data.get("scenario")
+    if not isinstance(scenario, dict):
+        raise InputError(result, "holds no scenario", "give a file written by `kvcover run -o FILE`")
+    from sim.scenario import build, resolve
+    from sim.simulate import run_world
+    from sim.story import story
+
+    setup = resolve(build(scenario))
+    if not 0 <= request < len(setup.requests):
+        raise InputError("--request", f"there is no request {request}", f"use 0 to {len(setup.requests) - 1}")
+    again, world = run_world(setup)
+    if data.get("tier") != "model":
+        click.echo(f"(the {data.get('tier')} tier keeps no times: this is how the model plays the same scenario)")
+    elif data.get("digest") != again.digest:
+        click.echo("kvcover: this version plays the scenario differently from the one that wrote the result", err=True)
+    for line in story(world, request):
+        click.echo(line)
+    sys.stdout.flush()
+
+
+def _read(path: str) -> dict[str, Any]:
+    try:
+        text = sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8")
+        data = json.loads(text)
+    except OSError as error:
+        raise InputError(
+            path, f"can't be read: {error.strerror or error}", "give a file written by `kvcover run -o FILE`"
+        ) from None
+    except (ValueError, RecursionError):
+        raise InputError(path, "is not one JSON object", "give a file written by `kvcover run -o FILE`") from None
+    if not isinstance(data, dict):
+        raise InputError(path, "is not one JSON object", "give a file written by `kvcover run -o FILE`")
+    return data
