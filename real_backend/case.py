@@ -1,0 +1,202 @@
+"""What a connector run is given and what it reports: plain data, no vLLM, no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Mode = Literal["write", "read"]
+Side = Literal["prefill", "decode"]
+Leg = dict[str, Any]
+DecodeLeg = Leg | Callable[[Mapping[str, Any]], Leg]
+"""A leg, or what the router makes of prefill's response when the legs are serial (READ)."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """The KV geometry of a model with one attention group. `kv_heads` 0 means MLA with `latent + rope` values a token."""
+
+    layers: int
+    kv_heads: int = 0
+    head_dim: int = 8
+    latent: int = 64
+    rope: int = 16
+
+    @property
+    def mla(self) -> bool:
+        """Whether every rank holds one whole latent instead of a share of the heads."""
+        return self.kv_heads == 0
+
+    @property
+    def heads(self) -> int:
+        """Heads that the coverage rule counts: an MLA latent is one head."""
+        return 1 if self.mla else self.kv_heads
+
+    @property
+    def planes(self) -> int:
+        """2 for K and V, 1 for a latent."""
+        return 1 if self.mla else 2
+
+    @property
+    def width(self) -> int:
+        """Values a token and head in one plane."""
+        return self.latent + self.rope if self.mla else self.head_dim
+
+    def owned_heads(self, tp_rank: int, tp_size: int) -> range:
+        """Return the global heads that TP rank `tp_rank` of `tp_size` holds."""
+        if self.mla:
+            return range(1)
+        if tp_size <= self.kv_heads:
+            share = self.kv_heads // tp_size
+            return range(tp_rank * share, (tp_rank + 1) * share)
+        head = tp_rank * self.kv_heads // tp_size
+        return range(head, head + 1)
+
+    def __str__(self) -> str:
+        if self.mla:
+            return f"layers={self.layers},mla={self.latent}+{self.rope}"
+        return f"layers={self.layers},kv_heads={self.kv_heads},head_dim={self.head_dim}"
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSize:
+    """How wide an engine is and how many KV blocks each of its ranks has."""
+
+    tp: int
+    dp: int = 1
+    num_blocks: int = 16
+
+    def rank_name(self, side: Side, dp: int, tp: int) -> str:
+        """Name a rank as results do: `D3`, or `D1.3` when the engine has several DP ranks."""
+        letter = "P" if side == "prefill" else "D"
+        return f"{letter}{tp}" if self.dp == 1 else f"{letter}{dp}.{tp}"
+
+
+@dataclass(frozen=True, slots=True)
+class RequestCase:
+    """One request: where its two legs go, the blocks it gets there and the two legs as they leave the router."""
+
+    prefill_blocks: tuple[int, ...]
+    decode_blocks: tuple[int, ...]
+    prefill_leg: Leg
+    decode_leg: DecodeLeg
+    prefill_dp: int = 0
+    decode_dp: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Timers:
+    """The connector's own limits in seconds, small so that a hang is decided soon. None: scaled with the number of ranks."""
+
+    transfer_s: float | None = None
+    defer_s: float | None = None
+    read_abort_s: float = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectorCase:
+    """One run of two engines. All sizes are in tokens, blocks and ranks; prompts are whole blocks."""
+
+    mode: Mode
+    model: ModelShape
+    prefill: EngineSize
+    decode: EngineSize
+    requests: tuple[RequestCase, ...]
+    block_size: int = 16
+    prompt_tokens: int = 64
+    timers: Timers = field(default_factory=Timers)
+    completion_delay_s: float = 0.0
+    """Time from the post of a transfer to its bytes and completion; 0: both happen inside the post."""
+
+    @property
+    def ranks(self) -> int:
+        """Worker processes of both engines."""
+        return self.prefill.tp * self.prefill.dp + self.decode.tp * self.decode.dp
+
+    @property
+    def transfer_timeout_s(self) -> float:
+        """A healthy handshake must fit in it even when all ranks share two cores."""
+        return self.timers.transfer_s or 1.0 + 0.08 * self.ranks
+
+    @property
+    def defer_timeout_s(self) -> float:
+        """How long prefill keeps blocks that nobody asks for."""
+        return self.timers.defer_s or 1.5 + 0.08 * self.ranks
+
+    def engine(self, side: Side) -> EngineSize:
+        """Return the size of one of the two engines."""
+        return self.prefill if side == "prefill" else self.decode
+
+
+@dataclass(frozen=True, slots=True)
+class Coverage:
+    """Fractions of one rank's cells: right, wrong, never written; sum 1. `stray` counts cells outside the request."""
+
+    covered: float
+    wrong: float
+    missing: float
+    stray: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Raised:
+    """An exception that left a call on the connector, or ended one of its threads."""
+
+    rank: str
+    call: str
+    kind: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class RankReport:
+    """What one worker saw. `notices` are the control messages that its notify listener took in, in order.
+
+    `wrote_to` maps a peer's engine key to the ranges (address there, bytes) that were written without an error,
+    `read_from` to the number of bytes that were read.
+    """
+
+    name: str
+    notices: tuple[dict[str, Any], ...] = ()
+    wrote_to: dict[str, tuple[tuple[int, int], ...]] = field(default_factory=dict)
+    read_from: dict[str, int] = field(default_factory=dict)
+    failed_batches: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class RequestResult:
+    """How one request ended. Coverage is by decode TP rank of the request's DP rank."""
+
+    at_go: tuple[Coverage, ...] | None
+    at_end: tuple[Coverage, ...]
+    outcome: str
+    go: bool = False
+    failed: bool = False
+    recomputed: bool = False
+    told: tuple[str, ...] = ()
+    prefill_told: tuple[str, ...] = ()
+    prefill_released: tuple[str, ...] = ()
+    released_late: bool = False
+    """A timer fired: a prefill rank gave its blocks back without a message, or its forward waited for a peer in vain."""
+    held: bool = False
+    """Prefill still holds the request's blocks at the end."""
+
+    @property
+    def coverage(self) -> tuple[Coverage, ...]:
+        """At go, or at the end when the request never went."""
+        return self.at_go if self.at_go is not None else self.at_end
+
+
+@dataclass(frozen=True, slots=True)
+class CaseResult:
+    """One run: every request, every rank, every exception."""
+
+    requests: tuple[RequestResult, ...]
+    ranks: tuple[RankReport, ...]
+    raised: tuple[Raised, ...]
+    stalled: tuple[str, ...]
+    """Ranks that never came back from a step."""
+    outcome: str
+    seconds: float

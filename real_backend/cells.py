@@ -1,0 +1,74 @@
+"""Cells: what a model runner would have computed, as values that say where they belong, and how they are compared."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from real_backend.case import Coverage, ModelShape
+
+View = npt.NDArray[np.int32]
+"""One layer of a rank's cache, shape [planes, blocks, block_size, heads, width]."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cells:
+    """The cells of one rank, which holds the global `heads`. Prompts are whole blocks of `block_size` tokens."""
+
+    model: ModelShape
+    block_size: int
+    prompt_tokens: int
+    heads: range
+
+    def view(self, cache: View, num_blocks: int) -> View:
+        """Return a layer's cache, of any supported layout, in the shape of `View` without a copy."""
+        heads = cache.size // (self.model.planes * num_blocks * self.block_size * self.model.width)
+        return cache.reshape(self.model.planes, num_blocks, self.block_size, heads, self.model.width)
+
+    def identity(self, request: int, block: int, place: tuple[int, int, int]) -> View:
+        """Return the content of one cell, [block_size, width]: numbers never used elsewhere in the run, never 0.
+
+        `block` counts the request's blocks from 0; `place` is (layer, plane, global head). Raises ValueError if 31 bits
+        can't number every value.
+        """
+        model = self.model
+        layer, plane, head = place
+        values_a_request = self.prompt_tokens * model.layers * model.planes * model.heads * model.width
+        if (request + 1) * values_a_request >= 2**31:
+            raise ValueError("too many values for 31-bit tags: use fewer layers, heads or tokens")
+        first = block * self.block_size
+        tokens = np.arange(first, first + self.block_size, dtype=np.int64)[:, None]
+        slot = ((tokens * model.layers + layer) * model.planes + plane) * model.heads + head
+        tags = request * values_a_request + slot * model.width + np.arange(model.width, dtype=np.int64) + 1
+        return tags.astype(np.int32)
+
+    def fill(self, view: View, layer: int, request: int, blocks: Collection[int]) -> None:
+        """Write one layer of a request's prompt into its `blocks`."""
+        for position, block in enumerate(blocks):
+            for plane in range(self.model.planes):
+                for slot, head in enumerate(self.heads):
+                    view[plane, block, :, slot, :] = self.identity(request, position, (layer, plane, head))
+
+    def grade(self, layers: list[View], request: int, blocks: Collection[int], taken: Collection[int]) -> Coverage:
+        """Compare a request's cells with what this rank needs. `taken` are the blocks of every request on this rank."""
+        counts = {"covered": 0, "wrong": 0, "missing": 0}
+        stray = 0
+        for layer, view in enumerate(layers):
+            for position, block in enumerate(blocks):
+                for plane in range(self.model.planes):
+                    for slot, head in enumerate(self.heads):
+                        need = self.identity(request, position, (layer, plane, head))
+                        counts[_grade_cell(view[plane, block, :, slot, :], need)] += 1
+            others = [block for block in range(view.shape[1]) if block not in taken]
+            stray += int(np.count_nonzero((view[:, others] != 0).any(axis=(2, 4))))
+        total = max(1, sum(counts.values()))
+        return Coverage(counts["covered"] / total, counts["wrong"] / total, counts["missing"] / total, stray)
+
+
+def _grade_cell(cell: View, need: View) -> str:
+    if np.array_equal(cell, need):
+        return "covered"
+    return "wrong" if cell.any() else "missing"

@@ -1,0 +1,246 @@
+"""One DP rank of one engine during a run: the step loop between a scheduler process and its worker processes."""
+
+from __future__ import annotations
+
+import importlib
+import queue
+import threading
+import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from multiprocessing.connection import wait
+from types import SimpleNamespace
+from typing import Any
+
+from real_backend.case import ConnectorCase, Coverage, Leg, Raised, Side
+from real_backend.processes import Child
+from real_backend.rank import Forward, StepReport
+
+_IDLE_S = 0.004
+_LAST_WORDS_S = 0.5
+_DECODE_STEPS = 3
+
+
+@dataclass(slots=True)
+class Tracked:
+    """One request on one engine."""
+
+    index: int
+    request_id: str
+    state: str = "new"  # then waiting or running, then held (its blocks stay) or ended
+    steps: int = 0
+    go: bool = False
+    failed: bool = False
+    recomputed: bool = False
+    reaped: bool = False
+    overran: bool = False
+    """Its forward took as long as a timer: some rank waited for a peer in vain."""
+    at_go: list[Coverage] | None = None
+    reported: list[str] = field(default_factory=list)
+    """Ranks that reported the transfer finished, without failure, in order."""
+
+
+class Engine(threading.Thread):
+    """Steps its ranks until told to stop. What happened is in `tracked`, `raised` and `stalled`.
+
+    An exception in any rank or in the scheduler ends the engine, as it ends vLLM's; its processes live on to be looked into.
+    """
+
+    def __init__(
+        self,
+        case: ConnectorCase,
+        side: Side,
+        scheduler: Child,
+        ranks: list[Child],
+        on_response: Callable[[int, Leg], None],
+    ) -> None:
+        super().__init__(daemon=True, name=f"{side} {ranks[0].name}")
+        self.case, self.side, self.ranks = case, side, ranks
+        self.tracked: dict[str, Tracked] = {}
+        self.raised: list[Raised] = []
+        self.stalled: list[str] = []
+        self.failure: RuntimeError | None = None
+        self.last_progress = time.monotonic()
+        self.step_started: float | None = None
+        self._scheduler = scheduler
+        self._on_response = on_response
+        self._inbox: queue.SimpleQueue[tuple[int, str, Leg]] = queue.SimpleQueue()
+        self._stopping = threading.Event()
+        utils = importlib.import_module("vllm.distributed.kv_transfer.kv_connector.utils")
+        self._aggregator = utils.KVOutputAggregator(len(ranks))
+
+    def submit(self, index: int, request_id: str, leg: Leg) -> None:
+        """Hand a leg to the engine; it is admitted at the next step."""
+        self._inbox.put((index, request_id, leg))
+
+    def stop(self) -> None:
+        """Ask the loop to end; it does so at the next step, or never if a rank is stuck in one."""
+        self._stopping.set()
+
+    @property
+    def dead(self) -> bool:
+        """Whether an exception ended the engine."""
+        return bool(self.raised)
+
+    @property
+    def step_limit_s(self) -> float:
+        """Longest step that can still end: each layer may wait for a handshake twice, and reads have their own limit."""
+        case = self.case
+        return 2 * case.model.layers * case.transfer_timeout_s + case.timers.read_abort_s + 1.0
+
+    def run(self) -> None:
+        """Body of the thread."""
+        try:
+            while not (self._stopping.is_set() or self.dead or self.stalled):
+                self._step()
+                self._stopping.wait(_IDLE_S)
+        except RuntimeError as error:  # a process is gone: no result of the connector, so it goes to the caller
+            self.failure = error
+
+    def _progress(self) -> None:
+        self.last_progress = time.monotonic()
+
+    def _step(self) -> None:
+        scheduled = {t.request_id: 1 for t in self.tracked.values() if t.state == "running"}
+        fill: list[int] = []
+        use: list[int] = []
+        while not self._inbox.empty():
+            request = self._admit(*self._inbox.get())
+            if request is None:
+                return
+            if request.state == "running":
+                scheduled[request.request_id] = self.case.prompt_tokens
+                if not request.recomputed:  # what decode computes itself is no delivery: its cells are left alone
+                    (fill if self.side == "prefill" else use).append(request.index)
+        output = self._ask_scheduler("schedule", scheduled)
+        if output is None:
+            return
+        forward = Forward(tuple(fill), tuple(use)) if scheduled else None
+        reports = self._run_ranks(scheduled, output, forward)
+        if reports is not None:
+            self._after_step(scheduled, use, reports)
+
+    def _admit(self, index: int, request_id: str, leg: Leg) -> Tracked | None:
+        case = self.case.requests[index]
+        blocks = case.prefill_blocks if self.side == "prefill" else case.decode_blocks
+        request = self.tracked[request_id] = Tracked(index, request_id)
+        self._progress()
+        admission = self._ask_scheduler("admit", request_id, leg, blocks)
+        if admission is None:
+            return None
+        request.state = "waiting" if admission.wait else "running"
+        request.recomputed = self.side == "decode" and admission.external_tokens == 0
+        return request
+
+    def _ask_scheduler(self, method: str, *arguments: Any) -> Any:
+        answer = self._scheduler.call(method, *arguments)
+        if isinstance(answer, Raised):
+            self.raised.append(answer)
+            self._progress()
+            return None
+        return answer
+
+    def _run_ranks(self, scheduled: Collection[str], output: bytes, forward: Forward | None) -> list[StepReport] | None:
+        """Let every rank run the step. None if the engine died, or is stuck for longer than anything can take."""
+        self.step_started = time.monotonic()
+        for rank in self.ranks:
+            rank.begin("step", output, forward)
+        reports: dict[str, StepReport] = {}
+        deadline = self.step_started + self.step_limit_s
+        while len(reports) < len(self.ranks):
+            open_ranks = {rank.steps: rank for rank in self.ranks if rank.name not in reports}
+            answered = wait(list(open_ranks), timeout=max(0.0, deadline - time.monotonic()))
+            if not answered:
+                break
+            for pipe in answered:
+                rank = open_ranks[pipe]  # type: ignore[index]
+                report = reports[rank.name] = rank.result()
+                if report.raised:
+                    deadline = min(deadline, time.monotonic() + _LAST_WORDS_S)
+        if time.monotonic() - self.step_started > self.case.transfer_timeout_s:
+            for request_id in scheduled:
+                self.tracked[request_id].overran = True
+        self.step_started = None
+        raised = [report.raised for report in reports.values() if report.raised]
+        if raised:
+            self.raised += sorted(raised, key=lambda r: r.rank)
+            self._progress()
+            return None
+        if len(reports) < len(self.ranks):
+            self.stalled += [rank.name for rank in self.ranks if rank.name not in reports]
+            return None
+        return [reports[rank.name] for rank in self.ranks]
+
+    def _after_step(self, scheduled: dict[str, int], used: list[int], reports: list[StepReport]) -> None:
+        sent, received, failed = self._aggregate(reports)
+        for request_id in scheduled:
+            self._finish_if_over(self.tracked[request_id], used)
+        for request_id in received & set(self.tracked):
+            self._arrived(self.tracked[request_id], request_id in failed)
+        answer = self._ask_scheduler("reconcile", sent, received)
+        if answer is None:
+            return
+        for request_id in answer.received & set(self.tracked):
+            if self.tracked[request_id].state == "running":
+                self._ask_scheduler("resume", request_id)
+        for request_id in answer.sent:
+            request = self.tracked[request_id]
+            request.reaped = request_id not in sent and len(request.reported) < len(self.ranks)
+            request.state = "ended"
+            self._progress()
+
+    def _aggregate(self, reports: list[StepReport]) -> tuple[set[str], set[str], set[str]]:
+        """Note who reported what, then let vLLM's aggregator say which requests are finished for the engine."""
+        outputs_class = importlib.import_module("vllm.v1.outputs").KVConnectorOutput
+        outputs = []
+        for rank, report in zip(self.ranks, reports, strict=True):
+            for request_id in (report.finished_sending | report.finished_recving) - report.failed_recving:
+                if request_id in self.tracked:
+                    self.tracked[request_id].reported.append(rank.name)
+            if report.finished_sending or report.finished_recving or report.invalid_blocks:
+                self._progress()
+            output = outputs_class(
+                finished_sending=report.finished_sending or None,
+                finished_recving=report.finished_recving or None,
+                invalid_block_ids=report.invalid_blocks,
+            )
+            if report.failed_recving:
+                output.failed_recving = report.failed_recving
+            outputs.append(SimpleNamespace(kv_connector_output=output))
+        result = self._aggregator.aggregate(outputs).kv_connector_output
+        for request in self.tracked.values():
+            blocks = set(self.case.requests[request.index].decode_blocks)
+            request.failed |= self.side == "decode" and not blocks.isdisjoint(result.invalid_block_ids)
+        failed = set(getattr(result, "failed_recving", None) or ())
+        return set(result.finished_sending or ()), set(result.finished_recving or ()), failed
+
+    def _finish_if_over(self, request: Tracked, used: list[int]) -> None:
+        """End a prefill leg after its one token, and a decode leg a few steps after the one that used its cells."""
+        if self.side == "decode":
+            if request.index in used:
+                request.go = True
+                request.at_go = [rank.ask("grade", request.index, True) for rank in self.ranks]
+                self._progress()
+            request.steps += 1
+            if request.steps < _DECODE_STEPS:
+                return
+        answer = self._ask_scheduler("finish", request.request_id, "FINISHED_LENGTH_CAPPED")
+        if answer is None:
+            return
+        keep, response = answer
+        request.state = "held" if keep else "ended"
+        self._progress()
+        if self.side == "prefill":
+            self._on_response(request.index, response or {})
+
+    def _arrived(self, request: Tracked, failed: bool) -> None:
+        """All ranks reported: the request may use its cells, or has failed, now."""
+        if request.state != "waiting":
+            return
+        self._progress()
+        if failed:
+            request.failed, request.state = True, "ended"
+            self._ask_scheduler("finish", request.request_id, "FINISHED_ERROR")
+            return
+        request.at_go = [rank.ask("grade", request.index, False) for rank in self.ranks]
+        request.go, request.state = True, "running"

@@ -1,0 +1,385 @@
+"""`mori.io` without a NIC: one-sided reads and writes between the private memory of processes on one host.
+
+Only the surface that vLLM's MoRI-IO connector uses is here, with the semantics that the connector can observe: a status
+that starts INIT and never leaves an error, list and bound checks before anything moves, an empty batch that succeeds at
+once, and no finer bound than the registered region. What the real library does to speed a batch up (merging, several
+queue pairs) can't be seen from outside and is left out. Bytes move at the post, with `process_vm_readv` and
+`process_vm_writev`, so both processes must belong to one user; `completion_delay_s` postpones bytes and completion.
+"""
+
+# ruff: noqa: N802 -- the real library's spelling
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Any, ClassVar
+
+import msgpack
+
+__all__ = [
+    "BackendType",
+    "EngineDesc",
+    "IOEngine",
+    "IOEngineConfig",
+    "IOEngineSession",
+    "MemoryDesc",
+    "MemoryLocationType",
+    "PollCqMode",
+    "PostedBatch",
+    "RdmaBackendConfig",
+    "StatusCode",
+    "TransferStatus",
+    "XgmiBackendConfig",
+]
+
+completion_delay_s = float(os.environ.get("KVCOVER_LOOPBACK_DELAY_S", "0"))
+"""Seconds between the post of a batch and its bytes and completion; 0 does both inside the post. May be set at any time."""
+
+_MAX_TRANSFER_BYTES = 2**32 - 1
+_IOV_MAX = 1024
+_PR_SET_PTRACER = 0x59616D61
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class BackendType(IntEnum):
+    """Transports that the real library knows. The stand-in accepts any and moves bytes in the same way."""
+
+    Unknown = 0
+    XGMI = 1
+    RDMA = 2
+    TCP = 3
+    FABRIC = 4
+
+
+class MemoryLocationType(IntEnum):
+    """Where a registered region lives."""
+
+    Unknown = 0
+    CPU = 1
+    GPU = 2
+
+
+class StatusCode(IntEnum):
+    """Life cycle of a transfer: INIT, IN_PROGRESS, then SUCCESS or an error above ERR_BEGIN."""
+
+    SUCCESS = 0
+    INIT = 1
+    IN_PROGRESS = 2
+    ERR_BEGIN = 10
+    ERR_INVALID_ARGS = 11
+    ERR_NOT_FOUND = 12
+    ERR_RDMA_OP = 13
+    ERR_BAD_STATE = 14
+    ERR_GPU_OP = 15
+
+
+class PollCqMode(IntEnum):
+    """How the real library waits for completions."""
+
+    POLLING = 0
+    EVENT = 1
+
+
+class TransferStatus:
+    """Outcome of one batch. An error is sticky: whatever is reported after it is ignored."""
+
+    def __init__(self) -> None:
+        self._code = StatusCode.INIT
+        self._message = ""
+        self._lock = threading.Lock()
+
+    def Code(self) -> StatusCode:  # the real library's spelling
+        """Return the current code."""
+        return self._code
+
+    def Message(self) -> str:
+        """Return the text that came with the code; empty on success."""
+        return self._message
+
+    def Init(self) -> bool:
+        """Tell whether nothing was posted yet."""
+        return self._code == StatusCode.INIT
+
+    def InProgress(self) -> bool:
+        """Tell whether the batch is posted and not complete."""
+        return self._code == StatusCode.IN_PROGRESS
+
+    def Succeeded(self) -> bool:
+        """Tell whether all bytes are in place."""
+        return self._code == StatusCode.SUCCESS
+
+    def Failed(self) -> bool:
+        """Tell whether the batch ended in an error."""
+        return self._code > StatusCode.ERR_BEGIN
+
+    def update(self, code: StatusCode, message: str = "") -> None:
+        """Move to `code`, unless an error was stored before."""
+        with self._lock:
+            if self._code <= StatusCode.ERR_BEGIN:
+                self._code, self._message = code, message
+
+
+class _Packed:
+    """Descriptors travel as msgpack arrays, one entry a field in order."""
+
+    def pack(self) -> bytes:
+        """Return the wire form."""
+        values = [getattr(self, name) for name in self.__dataclass_fields__]  # type: ignore[attr-defined]
+        return bytes(msgpack.packb(values))
+
+
+@dataclass(frozen=True, slots=True)
+class EngineDesc(_Packed):
+    """Who an engine is: `pid` is the process whose memory its regions are in."""
+
+    key: str
+    node_id: str
+    hostname: str
+    host: str
+    port: int
+    pid: int
+
+    @staticmethod
+    def unpack(data: bytes) -> EngineDesc:
+        """Read the wire form; msgpack's errors pass through."""
+        return EngineDesc(*msgpack.unpackb(data))
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryDesc(_Packed):
+    """A registered region: `data` is its address in the owner's process, `size` its length in bytes."""
+
+    engine_key: str
+    id: int
+    device_id: int
+    device_bus_id: str
+    data: int
+    size: int
+    loc: int
+
+    @staticmethod
+    def unpack(data: bytes) -> MemoryDesc:
+        """Read the wire form; msgpack's errors pass through."""
+        return MemoryDesc(*msgpack.unpackb(data))
+
+
+@dataclass(slots=True)
+class IOEngineConfig:
+    """Address of an engine's control plane. The stand-in has none and listens nowhere."""
+
+    host: str = ""
+    port: int = 0
+
+
+@dataclass(slots=True)
+class RdmaBackendConfig:
+    """Settings of the RDMA transport, all without effect here."""
+
+    qp_per_transfer: int = 1
+    post_batch_size: int = -1
+    num_workers: int = 1
+    poll_cq_mode: PollCqMode = PollCqMode.POLLING
+    enable_notification: bool = True
+
+
+@dataclass(slots=True)
+class XgmiBackendConfig:
+    """Settings of the xGMI transport, all without effect here."""
+
+    num_streams: int = 64
+    num_events: int = 64
+
+
+@dataclass(frozen=True, slots=True)
+class PostedBatch:
+    """What one post did; kept so that a test can tell who wrote to whom. The real library keeps no such record."""
+
+    kind: str
+    local_engine: str
+    remote_engine: str
+    remote_ranges: tuple[tuple[int, int], ...]
+    """Address and length in bytes of each entry, in the remote process."""
+    status: TransferStatus = field(compare=False)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole batch."""
+        return sum(length for _, length in self.remote_ranges)
+
+
+class IOEngine:
+    """One rank's transfer engine. `posted` lists every batch of this process, oldest first."""
+
+    posted: ClassVar[list[PostedBatch]] = []
+
+    def __init__(self, key: str, config: IOEngineConfig) -> None:
+        self._desc = EngineDesc(key, "loopback", os.uname().nodename, config.host, int(config.port), os.getpid())
+        self._backends: list[BackendType] = []
+        self._peers: dict[str, EngineDesc] = {}
+        self._next_memory_id = 0
+        self._next_uid = 0
+        self._lock = threading.Lock()
+        _allow_peers_into_this_process()
+
+    def create_backend(self, backend: BackendType, config: RdmaBackendConfig | XgmiBackendConfig) -> None:
+        """Choose a transport. Without one no session can be made, as in the real library."""
+        self._backends.append(backend)
+
+    def get_engine_desc(self) -> EngineDesc:
+        """Return what a peer needs to register this engine."""
+        return self._desc
+
+    def register_remote_engine(self, desc: EngineDesc) -> None:
+        """Make a peer's regions reachable."""
+        self._peers[desc.key] = desc
+
+    def deregister_remote_engine(self, desc: EngineDesc) -> None:
+        """Forget a peer."""
+        self._peers.pop(desc.key, None)
+
+    def register_torch_tensor(self, tensor: Any) -> MemoryDesc:
+        """Register a contiguous CPU tensor of any shape; raises RuntimeError if it is not contiguous."""
+        if not tensor.is_contiguous():
+            raise RuntimeError("input tensor must be contiguous")
+        with self._lock:
+            self._next_memory_id += 1
+            memory_id = self._next_memory_id
+        nbytes = int(tensor.nelement()) * int(tensor.element_size())
+        address = int(tensor.data_ptr())
+        return MemoryDesc(self._desc.key, memory_id, -1, "", address, nbytes, int(MemoryLocationType.CPU))
+
+    def deregister_memory(self, memory: MemoryDesc) -> None:
+        """Do nothing: regions are not tracked."""
+
+    def create_session(self, local: MemoryDesc, remote: MemoryDesc) -> IOEngineSession | None:
+        """Pair two regions. None without a backend; raises RuntimeError for a peer that was never registered."""
+        if not self._backends:
+            return None
+        peer = self._peers.get(remote.engine_key)
+        if peer is None:
+            raise RuntimeError(f"remote engine {remote.engine_key} is not registered")
+        return IOEngineSession(local, remote, peer.pid)
+
+    def allocate_transfer_uid(self) -> int:
+        """Return a number that names one transfer of this engine."""
+        with self._lock:
+            self._next_uid += 1
+            return self._next_uid
+
+    def wait_all(self, statuses: Sequence[TransferStatus], timeout_ms: int = -1) -> StatusCode:
+        """Wait until every status is final or `timeout_ms` passed; a failure doesn't end the wait.
+
+        Returns the first error code, else IN_PROGRESS when time ran out, else SUCCESS. Negative: no limit.
+        """
+        deadline = None if timeout_ms < 0 else time.monotonic() + timeout_ms / 1000
+        while any(not (status.Succeeded() or status.Failed()) for status in statuses):
+            if deadline is not None and time.monotonic() >= deadline:
+                break
+            time.sleep(0.0005)
+        codes = [status.Code() for status in statuses]
+        errors = [code for code in codes if code > StatusCode.ERR_BEGIN]
+        if errors:
+            return errors[0]
+        return StatusCode.SUCCESS if all(code == StatusCode.SUCCESS for code in codes) else StatusCode.IN_PROGRESS
+
+
+class IOEngineSession:
+    """A pair of regions. Offsets are bytes from the start of each; `sizes` are bytes."""
+
+    def __init__(self, local: MemoryDesc, remote: MemoryDesc, remote_pid: int) -> None:
+        self._local = local
+        self._remote = remote
+        self._remote_pid = remote_pid
+
+    def batch_read(self, local: Sequence[int], remote: Sequence[int], sizes: Sequence[int], uid: int) -> TransferStatus:
+        """Copy remote bytes here, one entry a position of the three lists."""
+        return self._post("read", local, remote, sizes)
+
+    def batch_write(self, local: Sequence[int], remote: Sequence[int], sizes: Sequence[int], uid: int) -> TransferStatus:
+        """Copy local bytes there, one entry a position of the three lists."""
+        return self._post("write", local, remote, sizes)
+
+    def read(self, local: int, remote: int, size: int, uid: int) -> TransferStatus:
+        """Copy one remote range here."""
+        return self._post("read", [local], [remote], [size])
+
+    def write(self, local: int, remote: int, size: int, uid: int) -> TransferStatus:
+        """Copy one local range there."""
+        return self._post("write", [local], [remote], [size])
+
+    def alive(self) -> bool:
+        """Tell whether the peer's process still exists."""
+        return os.path.exists(f"/proc/{self._remote_pid}")
+
+    def _post(self, kind: str, local: Sequence[int], remote: Sequence[int], sizes: Sequence[int]) -> TransferStatus:
+        status = TransferStatus()
+        ranges = tuple((self._remote.data + offset, size) for offset, size in zip(remote, sizes, strict=False))
+        IOEngine.posted.append(PostedBatch(kind, self._local.engine_key, self._remote.engine_key, ranges, status))
+        problem = self._refuse(local, remote, sizes)
+        if problem:
+            status.update(StatusCode.ERR_INVALID_ARGS, problem)
+        elif not sizes:
+            status.update(StatusCode.SUCCESS)
+        elif completion_delay_s > 0:
+            status.update(StatusCode.IN_PROGRESS)
+            arguments = (kind, list(local), list(remote), list(sizes), status)
+            timer = threading.Timer(completion_delay_s, self._move, arguments)
+            timer.daemon = True
+            timer.start()
+        else:
+            status.update(StatusCode.IN_PROGRESS)
+            self._move(kind, local, remote, sizes, status)
+        return status
+
+    def _refuse(self, local: Sequence[int], remote: Sequence[int], sizes: Sequence[int]) -> str:
+        if not len(local) == len(remote) == len(sizes):
+            return "lengths of local offsets, remote offsets and sizes should be equal"
+        if any(offset < 0 for offset in (*local, *remote, *sizes)):
+            # The real binding takes unsigned integers and refuses the call itself.
+            raise TypeError("incompatible function arguments: offsets and sizes are unsigned")
+        for here, there, size in zip(local, remote, sizes, strict=True):
+            if size > _MAX_TRANSFER_BYTES:
+                return f"transfer size {size} exceeds {_MAX_TRANSFER_BYTES}"
+            if here + size > self._local.size or there + size > self._remote.size:
+                return "length out of range"
+        return ""
+
+    def _move(self, kind: str, local: Sequence[int], remote: Sequence[int], sizes: Sequence[int], status: TransferStatus) -> None:
+        here = [(self._local.data + offset, size) for offset, size in zip(local, sizes, strict=True)]
+        there = [(self._remote.data + offset, size) for offset, size in zip(remote, sizes, strict=True)]
+        try:
+            for start in range(0, len(here), _IOV_MAX):
+                _vm_copy(kind, self._remote_pid, here[start : start + _IOV_MAX], there[start : start + _IOV_MAX])
+        except OSError as error:
+            status.update(StatusCode.ERR_RDMA_OP, f"transport retry counter exceeded ({error})")
+        else:
+            status.update(StatusCode.SUCCESS)
+
+
+class _Iovec(ctypes.Structure):
+    _fields_ = [("iov_base", ctypes.c_void_p), ("iov_len", ctypes.c_size_t)]
+
+
+def _vm_copy(kind: str, pid: int, here: list[tuple[int, int]], there: list[tuple[int, int]]) -> None:
+    """Copy one vector of ranges to or from process `pid`; raises OSError, also when only a part was copied."""
+    here_vector = (_Iovec * len(here))(*(_Iovec(*each) for each in here))
+    there_vector = (_Iovec * len(there))(*(_Iovec(*each) for each in there))
+    call = _libc.process_vm_readv if kind == "read" else _libc.process_vm_writev
+    call.restype = ctypes.c_ssize_t
+    copied = call(pid, here_vector, len(here), there_vector, len(there), 0)
+    if copied < 0:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
+    if copied != sum(size for _, size in here):
+        raise OSError(f"only {copied} bytes of the batch were copied")
+
+
+def _allow_peers_into_this_process() -> None:
+    """Let any process of this user reach this one's memory where the Yama module would forbid it; harmless elsewhere."""
+    _libc.prctl(_PR_SET_PTRACER, ctypes.c_ulong(-1), 0, 0, 0)

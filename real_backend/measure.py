@@ -1,0 +1,270 @@
+"""Measure the table of the real connector: `python -m real_backend.measure --tree TREE --release R --out FILE`.
+
+One process measures one release. Rows that are measured again are replaced, all others stay, so that releases can be
+measured in any order. `--only TEXT` restricts to cells whose id contains TEXT; `--show` prints everything that was seen.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from real_backend.case import CaseResult, EngineSize
+from real_backend.harness import Harness
+from real_backend.plan import RELEASES, Cell, cells
+
+_HEADER = """\
+# Measured with vLLM's own, unmodified MoRI-IO connector, one process a rank, over a stand-in mori.io.
+# Written by `python -m real_backend.measure`; do not edit. expect.* is by decode rank in (dp, tp) order; coverage is
+# counted at go, or at the end where nothing went. A row with `race` has only what can't differ between runs.
+"""
+_REPEATS_OF_A_RACE = 4
+_SLOW_S = 0.2
+_ALWAYS = ("coverage", "wrong", "told", "written", "prefill_told", "prefill_released", "outcome")
+_FIELDS = ("coverage", "wrong", "covered_plus_wrong", "coverage_end", *_ALWAYS[2:])
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class _Observed:
+    """The part of a result that a row may state."""
+
+    coverage: tuple[float, ...]
+    wrong: tuple[float, ...]
+    coverage_end: tuple[float, ...]
+    told: tuple[str, ...]
+    written: tuple[str, ...]
+    prefill_told: tuple[str, ...]
+    prefill_released: tuple[str, ...]
+    outcome: str
+
+    @property
+    def covered_plus_wrong(self) -> tuple[float, ...]:
+        """Cells that hold anything."""
+        return tuple(covered + wrong for covered, wrong in zip(self.coverage, self.wrong, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class _Race:
+    """Why a result may differ between runs, the fields that depend on it, and those that a row states in their place."""
+
+    why: str
+    omit: tuple[str, ...]
+    instead: tuple[str, ...] = ()
+
+
+_OVERWRITTEN = _Race(
+    "prefill ranks with different heads write the same cells of one decode rank; the last one wins",
+    ("coverage", "wrong"),
+    ("covered_plus_wrong",),
+)
+_REFUSED = _Race(
+    "a refused write ends prefill's step if decode's blocks came before its forward's end, else only the transfer",
+    ("outcome", "prefill_released"),
+)
+_NO_BARRIER = _Race(
+    "decode doesn't wait for its reads: what is there when a layer is used depends on how fast they are",
+    (),
+    ("coverage_end",),
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Command line entry."""
+    parser = argparse.ArgumentParser(prog="python -m real_backend.measure", description=__doc__)
+    parser.add_argument("--tree", type=Path, required=True, help="a vLLM source tree")
+    parser.add_argument("--release", choices=RELEASES, required=True, help="what the tree holds")
+    parser.add_argument("--out", type=Path, help="TOML file to merge into")
+    parser.add_argument("--only", default="", help="measure only cells whose id contains this")
+    parser.add_argument("--date", default="", help="date to write into the rows")
+    parser.add_argument("--show", action="store_true", help="print what every rank saw")
+    options = parser.parse_args(arguments)
+    chosen = [cell for cell in cells(options.release) if options.only in cell.id]
+    with tempfile.TemporaryDirectory(prefix="kvcover-") as work:
+        harness = Harness(options.tree, Path(work))
+        for cell in chosen:
+            row = _measure(harness, cell, options.date, options.show)
+            if options.out:
+                merge(options.out, [row])
+
+
+def _measure(harness: Harness, cell: Cell, date: str, show: bool) -> Row:
+    results = [harness.run(cell.case())]
+    if results[0].stalled:  # a busy machine can look like a standstill, but hardly twice
+        results = [harness.run(cell.case())]
+    race = _race(cell, results[0])
+    if race is _OVERWRITTEN:
+        results += [harness.run(cell.case()) for _ in range(_REPEATS_OF_A_RACE - 1)]
+        race = None if _never_right(results) else race
+    if cell.mode == "read" and any(request.told for request in results[0].requests):
+        results += [harness.run(cell.case(_SLOW_S))]
+        prompt, slow = (_observe(cell, result) for result in results)
+        if (prompt.coverage, prompt.wrong) == (slow.coverage, slow.wrong):
+            results.pop()
+        else:
+            race = _NO_BARRIER
+    row = _row(cell, results, race, date)
+    print(f"{cell.id}: {json.dumps(row['expect'])} {[round(r.seconds, 1) for r in results]}", flush=True)
+    for raised in results[0].raised:
+        print(f"    {raised}", flush=True)
+    if results[0].stalled:
+        print(f"    stalled: {results[0].stalled}", flush=True)
+    if show:
+        for seen in (*results[0].requests, *results[0].ranks):
+            print(f"    {seen}", flush=True)
+    return row
+
+
+def _race(cell: Cell, result: CaseResult) -> _Race | None:
+    """Say why a result of prompt transfers may differ from run to run; None if it can't."""
+    if cell.mode == "write" and any(rank.failed_batches for rank in result.ranks):
+        return _REFUSED
+    if _overwritten(cell, result):
+        return _OVERWRITTEN
+    return None
+
+
+def _overwritten(cell: Cell, result: CaseResult) -> bool:
+    """Whether two prefill ranks that hold different heads wrote the same bytes of a decode rank."""
+    writes: list[tuple[str, int, int, range]] = []
+    for rank in result.ranks:
+        if rank.name.startswith("P"):
+            heads = cell.model.owned_heads(int(rank.name[1:].split(".")[-1]), cell.prefill.tp)
+            writes += [(key, at, at + size, heads) for key, ranges in rank.wrote_to.items() for at, size in ranges]
+    writes.sort(key=lambda write: write[:2])
+    reach: tuple[str, int, range] | None = None  # the furthest end so far on this rank, and whose it is
+    for key, start, end, heads in writes:
+        if reach and key == reach[0] and start < reach[1] and heads != reach[2]:
+            return True
+        if not reach or key != reach[0] or end > reach[1]:
+            reach = (key, end, heads)
+    return False
+
+
+def _observe(cell: Cell, result: CaseResult) -> _Observed:
+    coverage = [rank for request in result.requests for rank in request.coverage]
+    needed = _needed(cell)
+    at_end = [rank for request in result.requests for rank in request.at_end]
+    reached = _reached(cell, result)
+
+    def ordered(names: set[str]) -> tuple[str, ...]:
+        return tuple(sorted(names))
+
+    return _Observed(
+        tuple(rank.covered for rank in coverage),
+        tuple(rank.wrong for rank in coverage),
+        tuple(rank.covered for rank in at_end),
+        ordered({name for request in result.requests for name in request.told}),
+        tuple(name for name, rank in zip(needed, at_end, strict=True) if rank.missing < 1 and name in reached),
+        ordered({name for request in result.requests for name in request.prefill_told}),
+        ordered({name for request in result.requests for name in request.prefill_released}),
+        result.outcome,
+    )
+
+
+def _reached(cell: Cell, result: CaseResult) -> set[str]:
+    """Return the decode ranks into whose memory some transfer went, right or wrong."""
+    names = {rank.name for rank in result.ranks if rank.read_from}
+    for key in (key for rank in result.ranks for key in rank.wrote_to):
+        tp, dp = (int(part[2:]) for part in key.split(":")[-2:])  # role:host:port:tp<r>:dp<d>
+        names.add(cell.decode.rank_name("decode", dp, tp))
+    return names
+
+
+def _needed(cell: Cell) -> list[str]:
+    size = cell.decode
+    return [size.rank_name("decode", index % size.dp, tp) for index in range(cell.requests) for tp in range(size.tp)]
+
+
+def _same(observed: Sequence[_Observed], name: str) -> Any:
+    """Return the value of a field if all repeats agree on it, else None."""
+    values = [getattr(each, name) for each in observed]
+    return values[0] if all(value == values[0] for value in values) else None
+
+
+def _row(cell: Cell, results: Sequence[CaseResult], race: _Race | None, date: str) -> Row:
+    observed = [_observe(cell, result) for result in results]
+    expect: Row = {}
+    for name in _FIELDS:
+        value = _same(observed, name)
+        if value is not None and not (race and name in race.omit) and (name in _ALWAYS or (race and name in race.instead)):
+            expect[name] = value if isinstance(value, str) else list(value)
+    row = _describe(cell) | {"expect": expect}
+    if race:
+        row["race"] = race.why
+    return row | {"origin": "real connector", "date": date}
+
+
+def _never_right(results: Sequence[CaseResult]) -> bool:
+    """Whether no order of the writers makes a cell right: all repeats agree, nothing is covered and bytes went astray.
+
+    Then the writers' layout doesn't fit the reader's, and whoever is last leaves a wrong cell.
+    """
+    grades = [tuple(request.coverage for request in result.requests) for result in results]
+    ranks = [rank for request in grades[0] for rank in request]
+    same = all(grade == grades[0] for grade in grades)
+    return same and any(rank.stray for rank in ranks) and not any(rank.covered for rank in ranks)
+
+
+def _describe(cell: Cell) -> Row:
+    case = cell.case()
+
+    def size(engine: EngineSize) -> Row:
+        return {"tp": engine.tp, "dp": engine.dp}
+
+    return {
+        "id": cell.id,
+        "release": cell.release,
+        "mode": cell.mode,
+        "prefill": size(cell.prefill),
+        "decode": size(cell.decode),
+        "model": str(cell.model),
+        "block_size": case.block_size,
+        "prompt_tokens": case.prompt_tokens,
+        "prefill_num_blocks": cell.prefill.num_blocks,
+        "decode_num_blocks": cell.decode.num_blocks,
+        "requests": [
+            {
+                "prefill_dp": request.prefill_dp,
+                "decode_dp": request.decode_dp,
+                "prefill_blocks": list(request.prefill_blocks),
+                "decode_blocks": list(request.decode_blocks),
+            }
+            for request in case.requests
+        ],
+        "router": cell.router,
+        "faults": list(cell.faults),
+    }
+
+
+def merge(path: Path, rows: Sequence[Row]) -> None:
+    """Put `rows` into the file in place of those with the same id, in the order of the plan."""
+    known = {row["id"]: row for row in tomllib.loads(path.read_text())["row"]} if path.exists() else {}
+    known |= {row["id"]: row for row in rows}
+    order = [cell.id for release in RELEASES for cell in cells(release)]
+    position = {identifier: index for index, identifier in enumerate(order)}
+    kept = sorted((row for row in known.values() if row["id"] in position), key=lambda row: position[row["id"]])
+    text = _HEADER + "".join("\n[[row]]\n" + "".join(f"{k} = {_toml(v)}\n" for k, v in row.items()) for row in kept)
+    scratch = path.with_suffix(".partial")
+    scratch.write_text(text)
+    scratch.replace(path)
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key} = {_toml(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(_toml(item) for item in value) + "]"
+    if isinstance(value, float):
+        return repr(round(value, 6))
+    return json.dumps(value)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,154 @@
+"""Which cells are measured on which release: a table of scenarios, not of results."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from faults import KeyFault, apply_faults, parse_fault
+from real_backend.case import ConnectorCase, EngineSize, Leg, Mode, ModelShape, RequestCase
+from sim.routers import get_router
+
+RELEASES = ("0.24.0", "0.25.1", "0.26.0", "0.27.0", "0.28.0", "0.29.0", "0.30.0", "0.31.0", "0.32.0", "0.33.0")
+
+_MLA = ModelShape(layers=2)
+_GQA8 = ModelShape(layers=2, kv_heads=8, head_dim=8)
+_GQA2 = ModelShape(layers=2, kv_heads=2, head_dim=8)
+_LABELS = {_MLA: "mla", _GQA8: "gqa8", _GQA2: "gqa2"}
+
+# Out of order and partly not adjacent, different on the two sides, so that shifted or merged ranges show.
+_PREFILL_BLOCKS = ((2, 3, 5, 7), (8, 10, 12, 13))
+_DECODE_BLOCKS = ((9, 4, 5, 11), (1, 6, 7, 13))
+
+_DROP = ("drop:remote_tp_size",)
+_ONE = ("set:remote_tp_size=1",)
+_KEY_FAULTS = (
+    "set:remote_tp_size=4@prefill",
+    "set:remote_tp_size=4",
+    "set:remote_tp_size=1@prefill",
+    "set:remote_tp_size=1@decode",
+    "set:remote_tp_size=3@prefill",
+    "set:remote_tp_size=-1@prefill",
+    "set:remote_tp_size=null",
+    'set:remote_tp_size="2"',
+    'set:remote_tp_size="x"@prefill',
+    "set:remote_tp_size=true",
+    "drop:transfer_id@prefill",
+    "drop:transfer_id@decode",
+    "drop:transfer_id",
+    "set:transfer_id=null",
+    "drop:remote_block_ids@prefill",
+    "drop:remote_engine_id@prefill",
+    "drop:remote_dp_size",
+    "set:remote_dp_size=2@prefill",
+    "set:remote_dp_size=0@prefill",
+    "set:remote_dp_rank=1@decode",
+    "drop:do_remote_decode@prefill",
+    "drop:do_remote_prefill@decode",
+)
+_READ_KEY_FAULTS = (
+    "drop:remote_tp_size@decode",
+    "set:remote_tp_size=1@decode",
+    "set:remote_tp_size=4@decode",
+    "set:remote_tp_size=3@decode",
+    "set:remote_block_ids=null@decode",
+    "drop:remote_engine_id@decode",
+    "set:remote_dp_rank=1@decode",
+    "drop:do_remote_prefill@decode",
+    "drop:do_remote_decode@prefill",
+    "drop:transfer_id@decode",
+)
+_RENAME = ("rename:remote_tp_size=tp_size@prefill",)
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One scenario on one release. `requests` says how many, spread over decode's DP ranks."""
+
+    release: str
+    mode: Mode
+    prefill: EngineSize
+    decode: EngineSize
+    model: ModelShape
+    router: str
+    faults: tuple[str, ...] = ()
+    requests: int = 1
+
+    @property
+    def id(self) -> str:
+        """A name that says it all and sorts well."""
+        sizes = "".join(
+            f"{letter}{size.tp}" + (f"x{size.dp}" if size.dp > 1 else "")
+            for letter, size in (("p", self.prefill), ("d", self.decode))
+        )
+        tail = "+".join([self.router.split()[0].removesuffix("-proxy").removeprefix("vllm-"), *self.faults])
+        return f"{self.release}/{self.mode}/{sizes}/{_LABELS[self.model]}/{tail}"
+
+    def case(self, completion_delay_s: float = 0.0) -> ConnectorCase:
+        """Return what the harness runs, with transfers that take `completion_delay_s`."""
+        return ConnectorCase(
+            self.mode,
+            self.model,
+            self.prefill,
+            self.decode,
+            tuple(self._request(index) for index in range(self.requests)),
+            completion_delay_s=completion_delay_s,
+        )
+
+    def _request(self, index: int) -> RequestCase:
+        router = get_router(self.router, self.release)
+        # Cells plan key faults only: what else may go wrong is not the legs' affair.
+        faults = [fault for fault in map(parse_fault, self.faults) if isinstance(fault, KeyFault)]
+        decode_dp = index % self.decode.dp
+        values = {
+            "transfer_id": f"tx-{index:032x}",
+            "prefill.tp": self.prefill.tp,
+            "prefill.dp": self.prefill.dp,
+            "prefill.dp_rank": 0,
+            "decode.tp": self.decode.tp,
+            "decode.dp": self.decode.dp,
+            "decode.dp_rank": decode_dp,
+        }
+
+        def decode_leg(response: Mapping[str, Any]) -> Leg:
+            return apply_faults(faults, router.decode_leg(self.mode, values, response), "decode", index)[0]
+
+        prefill_leg = apply_faults(faults, router.prefill_leg(self.mode, values), "prefill", index)[0]
+        return RequestCase(_PREFILL_BLOCKS[index], _DECODE_BLOCKS[index], prefill_leg, decode_leg, decode_dp=decode_dp)
+
+
+def cells(release: str) -> Iterator[Cell]:
+    """Yield the cells of one release, each once."""
+    toy = get_router("toy-proxy", release).name
+
+    def cell(mode: Mode, p: int, d: int, model: ModelShape, router: str = toy, faults: tuple[str, ...] = ()) -> Cell:
+        return Cell(release, mode, EngineSize(p), EngineSize(d), model, router, faults)
+
+    for p, d in ((4, 4), (2, 4), (4, 2)):
+        for model in (_MLA, _GQA8, _GQA2):
+            yield cell("write", p, d, model)
+    for p, d, faults in ((4, 4, _DROP), (4, 4, _ONE), (4, 2, _DROP), (2, 4, _DROP)):
+        for model in (_MLA, _GQA8):
+            yield cell("write", p, d, model, faults=faults)
+    yield cell("write", 8, 8, _MLA)
+    if release in ("0.26.0", "0.27.0", "0.33.0"):
+        yield cell("write", 8, 8, _GQA8)
+    if release in ("0.26.0", "0.27.0", "0.32.0", "0.33.0"):
+        yield cell("write", 8, 4, _MLA)
+        yield cell("write", 4, 8, _MLA)
+    if release == "0.26.0":
+        yield cell("write", 8, 8, _MLA, faults=_RENAME)
+    for dp_faults in ((), _DROP):
+        yield Cell(release, "write", EngineSize(1), EngineSize(1, dp=2), _MLA, toy, dp_faults, requests=2)
+    for p, d in ((2, 4), (4, 2)):
+        for model in (_MLA, _GQA2, _GQA8):
+            yield cell("read", p, d, model)
+    for model in (_MLA, _GQA8):
+        yield cell("read", 4, 4, model)
+    for p, d in ((4, 4), (2, 4), (4, 2)):
+        yield cell("read", p, d, _MLA, router="vllm-router 0.1.17")
+    for fault in _KEY_FAULTS:
+        yield cell("write", 2, 2, _MLA, faults=(fault,))
+    for fault in _READ_KEY_FAULTS:
+        yield cell("read", 2, 2, _MLA, faults=(fault,))

@@ -1,0 +1,148 @@
+"""The scheduler side of the connector in a process of its own, called as vLLM's scheduler calls it.
+
+What the scheduler itself would do around those calls (admission, block tables, request states) is kept to what the
+connector can see. Blocks come from the case, so that their ids are known; the states and the assertions are vLLM's.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pickle
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+from real_backend.case import ConnectorCase, Leg
+from real_backend.rank import raised_by, role
+from real_backend.vllm_setup import EngineConfig, connector_class
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """The connector's answer for a new request: tokens that come from outside, and whether the request waits for them."""
+
+    external_tokens: int
+    wait: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Reconciled:
+    """Requests that the scheduler acts on after the connector saw the workers' reports."""
+
+    sent: frozenset[str]
+    received: frozenset[str]
+
+
+class _Blocks:
+    """A block table with one cache group, as the connector sees it."""
+
+    def __init__(self, ids: tuple[int, ...]) -> None:
+        self._ids = ids
+
+    def get_block_ids(self) -> tuple[list[int], ...]:
+        """Return the ids by cache group."""
+        return (list(self._ids),)
+
+
+class SchedulerSide:
+    """One DP rank's scheduler-side connector and the requests that it was shown."""
+
+    def __init__(self, case: ConnectorCase, config: EngineConfig) -> None:
+        self._case = case
+        self._connector = connector_class()(config.vllm, role("SCHEDULER"), config.kv_cache)
+        self._requests: dict[str, Any] = {}
+        self._blocks: dict[str, tuple[int, ...]] = {}
+        self._sync_loads: set[str] = set()
+
+    def admit(self, request_id: str, leg: Leg, blocks: tuple[int, ...]) -> Admission:
+        """Show a new request to the connector, in the order of vLLM's scheduler: admission, match, allocation."""
+        request = self._new_request(request_id, leg)
+        self._requests[request_id], self._blocks[request_id] = request, blocks
+        self._connector.on_new_request(request)
+        external, wait = self._connector.get_num_new_matched_tokens(request, 0)
+        self._connector.update_state_after_alloc(request, _Blocks(blocks), external)
+        states = importlib.import_module("vllm.v1.request").RequestStatus
+        request.status = states.WAITING_FOR_REMOTE_KVS if wait else states.RUNNING
+        if external and not wait:
+            self._sync_loads.add(request_id)
+        return Admission(int(external), bool(wait))
+
+    def schedule(self, scheduled: dict[str, int]) -> bytes:
+        """Build a step that computes `scheduled` (request id to tokens); return it pickled, with connector metadata."""
+        output = importlib.import_module("vllm.v1.core.sched.output").SchedulerOutput.make_empty()
+        output.num_scheduled_tokens = dict(scheduled)
+        output.total_num_scheduled_tokens = sum(scheduled.values())
+        if hasattr(output, "has_sync_kv_loads"):
+            output.has_sync_kv_loads = not self._sync_loads.isdisjoint(scheduled)
+        output.kv_connector_metadata = self._connector.build_connector_meta(output)
+        self._sync_loads.difference_update(scheduled)
+        return pickle.dumps(output)
+
+    def resume(self, request_id: str) -> None:
+        """Let a request run whose external KV is there."""
+        self._requests[request_id].status = importlib.import_module("vllm.v1.request").RequestStatus.RUNNING
+
+    def finish(self, request_id: str, status: str) -> tuple[bool, Leg | None]:
+        """End a request with a `RequestStatus` name. Returns whether its blocks stay, and what goes into the response."""
+        request = self._requests[request_id]
+        states = importlib.import_module("vllm.v1.request").RequestStatus
+        waiting = request.status == states.WAITING_FOR_REMOTE_KVS
+        request.status = states[status]
+        blocks = list(self._blocks[request_id])
+        if hasattr(self._connector, "request_finished_all_groups"):
+            keep, params = self._connector.request_finished_all_groups(request, (blocks,))
+        else:
+            keep, params = self._connector.request_finished(request, blocks)
+        if not keep and not waiting:  # blocks that a transfer may still write stay until its report
+            del self._requests[request_id]
+        return bool(keep), params
+
+    def reconcile(self, sent: set[str], received: set[str]) -> Reconciled:
+        """Hand the aggregated reports of a step to the connector, then act on them with the scheduler's own assertions.
+
+        Raises AssertionError where vLLM's scheduler does: a report for a request that is unknown, or that doesn't wait.
+        """
+        states = importlib.import_module("vllm.v1.request").RequestStatus
+        output = importlib.import_module("vllm.v1.outputs").KVConnectorOutput(
+            finished_sending=set(sent) or None, finished_recving=set(received) or None
+        )
+        self._connector.update_connector_output(output)
+        for request_id in output.finished_recving or ():
+            assert request_id in self._requests, f"finished_recving names unknown request {request_id}"
+            status = self._requests[request_id].status
+            waiting = status == states.WAITING_FOR_REMOTE_KVS
+            assert waiting or states.is_finished(status), f"finished_recving for a request that is {status}"
+            if not waiting:
+                del self._requests[request_id]
+        for request_id in output.finished_sending or ():
+            assert request_id in self._requests, f"finished_sending names unknown request {request_id}"
+            del self._requests[request_id]
+        return Reconciled(frozenset(output.finished_sending or ()), frozenset(output.finished_recving or ()))
+
+    def _new_request(self, request_id: str, leg: Leg) -> Any:
+        request_class = importlib.import_module("vllm.v1.request").Request
+        sampling = importlib.import_module("vllm.sampling_params").SamplingParams
+        return request_class(
+            request_id=request_id,
+            prompt_token_ids=list(range(self._case.prompt_tokens)),
+            sampling_params=sampling(max_tokens=16, extra_args={"kv_transfer_params": leg}),
+            pooling_params=None,
+        )
+
+
+def serve(case: ConnectorCase, config: EngineConfig, pipe: Connection) -> None:
+    """Body of a scheduler's process: answer (method, arguments) with a result or with what was raised."""
+    name = f"{config.side} scheduler {config.dp_rank}"
+    try:
+        side = SchedulerSide(case, config)
+    except Exception as error:
+        pipe.send(raised_by(name, error))
+        return
+    pipe.send(None)
+    while True:
+        method, arguments = pipe.recv()
+        try:
+            answer = getattr(side, method)(*arguments)
+        except Exception as error:  # EngineCore would die here; the parent decides what follows
+            answer = raised_by(name, error)
+        pipe.send(answer)

@@ -1,0 +1,132 @@
+"""From what a run's processes saw to coverage, sets and outcome."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from real_backend.case import CaseResult, ConnectorCase, Coverage, Raised, RankReport, RequestResult, Side
+from real_backend.engine import Engine, Tracked
+from real_backend.processes import Child
+
+OUTCOMES = ("ok", "refused", "recomputed", "failed", "degraded", "leak", "hang", "crash", "corrupt")
+"""From best to worst."""
+
+
+def worst(outcomes: list[str]) -> str:
+    """Return the worst of some outcomes; `ok` for none."""
+    return max(outcomes, key=OUTCOMES.index, default="ok")
+
+
+EngineKey = tuple[Side, int]
+"""One DP rank of one engine."""
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """What is left of a run when nothing moves any more: its engines' books and its ranks, still alive."""
+
+    case: ConnectorCase
+    engines: Mapping[EngineKey, Engine]
+    ranks: Mapping[EngineKey, list[Child]]
+    transfer_ids: Sequence[set[Any]]
+    """By request, every id under which its control messages may go."""
+
+
+def conclude(evidence: Evidence, seconds: float) -> CaseResult:
+    """Look into every rank, and judge each request."""
+    children = [child for ranks in evidence.ranks.values() for child in ranks]
+    engines = evidence.engines.values()
+    reports = {child.name: child.ask("report") for child in children}
+    raised = [raised for engine in engines for raised in engine.raised]
+    # vLLM's executor gives up on ranks in processes of their own after 300 s in a step; one rank alone is waited for.
+    killed = any(engine.stalled and len(engine.ranks) > 1 for engine in engines)
+    crashed = bool(raised) or killed
+    results = [_judge(evidence, index, reports, crashed) for index in range(len(evidence.case.requests))]
+    return CaseResult(
+        requests=tuple(results),
+        ranks=tuple(reports.values()),
+        raised=(*raised, *(raised for child in children for raised in child.ask("raised"))),
+        stalled=tuple(name for engine in engines for name in engine.stalled),
+        outcome=worst([result.outcome for result in results]),
+        seconds=seconds,
+    )
+
+
+def not_started(case: ConnectorCase, raised: list[Raised], missing: list[str], seconds: float) -> CaseResult:
+    """Return the result of engines that never came up: an exception, or a rank that waits for ever."""
+    outcome = "crash" if raised else "hang"
+    nothing = tuple(Coverage(0.0, 0.0, 1.0) for _ in range(case.decode.tp))
+    empty = RequestResult(at_go=None, at_end=nothing, outcome=outcome)
+    return CaseResult((empty,) * len(case.requests), (), tuple(raised), tuple(missing), outcome, seconds)
+
+
+def _judge(evidence: Evidence, index: int, reports: Mapping[str, RankReport], crashed: bool) -> RequestResult:
+    case, request = evidence.case, evidence.case.requests[index]
+    at_prefill: EngineKey = ("prefill", request.prefill_dp)
+    at_decode: EngineKey = ("decode", request.decode_dp)
+    decode_ranks = evidence.ranks[at_decode]
+    decode = _tracked(evidence.engines[at_decode], index)
+    prefill = _tracked(evidence.engines[at_prefill], index)
+
+    def noticed(*kinds: str) -> tuple[str, ...]:
+        """Return the prefill ranks whose listener took in a message of one of `kinds` about the request."""
+        ids = evidence.transfer_ids[index]
+        return tuple(
+            rank.name
+            for rank in evidence.ranks[at_prefill]
+            if any(notice.get("type") in kinds and notice.get("transfer_id") in ids for notice in reports[rank.name].notices)
+        )
+
+    if case.mode == "write":
+        told = tuple(rank.name for rank in decode_ranks if rank.name in decode.reported)
+    else:
+        told = tuple(rank.name for rank in decode_ranks if _read_all(reports[rank.name]))
+    released = tuple(rank.name for rank in evidence.ranks[at_prefill] if rank.name in prefill.reported)
+    answered = noticed("remote_blocks", "release", "text")
+    late = prefill.reaped or prefill.overran or any(name not in answered for name in released)
+    held = prefill.state in ("held", "running")
+    at_go = None if decode.at_go is None else tuple(decode.at_go)
+    return RequestResult(
+        at_go=at_go,
+        at_end=tuple(rank.ask("grade", index, False) for rank in decode_ranks),
+        outcome=_outcome(decode, at_go, late=late, held=held, crashed=crashed),
+        go=decode.go,
+        failed=decode.failed,
+        recomputed=decode.recomputed,
+        told=told,
+        prefill_told=noticed("remote_blocks") if case.mode == "write" else noticed("release", "text"),
+        prefill_released=released,
+        released_late=late,
+        held=held,
+    )
+
+
+def _outcome(decode: Tracked, at_go: tuple[Coverage, ...] | None, *, late: bool, held: bool, crashed: bool) -> str:
+    found = []
+    if at_go and not decode.failed and any(rank.covered < 1 for rank in at_go):
+        found.append("corrupt")
+    if crashed:
+        found.append("crash")
+    if decode.failed:
+        found.append("failed")
+    elif decode.state != "ended":
+        found.append("hang")
+    if decode.recomputed:
+        found.append("recomputed")
+    if held:
+        found.append("leak")
+    elif late and not decode.failed:
+        found.append("degraded")
+    return worst(found)
+
+
+def _tracked(engine: Engine, index: int) -> Tracked:
+    """Return what an engine knows of a request; nothing if its leg never came."""
+    found = [request for request in engine.tracked.values() if request.index == index]
+    return found[0] if found else Tracked(index, "")
+
+
+def _read_all(report: RankReport) -> bool:
+    return bool(report.read_from) and not report.failed_batches

@@ -1,0 +1,244 @@
+"""Make one process ready for one vLLM release, and build the configurations that its connector reads.
+
+vLLM has no types here: its modules are reached by name, so that this package can be checked and imported without it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from real_backend.case import ConnectorCase, ModelShape, Side
+
+LOOPBACK = Path(__file__).parent / "loopback"
+HOST = "127.0.0.1"
+_MORIIO = "vllm.distributed.kv_transfer.kv_connector.v1.moriio"
+
+
+@dataclass(frozen=True, slots=True)
+class Ports:
+    """First ports of an engine; each rank binds base + its offset. `http` is announced, never bound."""
+
+    handshake: int
+    notify: int
+    http: int
+
+    @property
+    def zmq_address(self) -> str:
+        """The address as a router writes it into request ids."""
+        return f"host:{HOST},handshake:{self.handshake},notify:{self.notify}"
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """One DP rank of one engine, for both sides of its connector. `vllm` and `kv_cache` are vLLM's own objects."""
+
+    side: Side
+    dp_rank: int
+    vllm: Any
+    kv_cache: Any
+    group: Any
+    """The same without data parallelism: each DP rank's TP group is a world of its own here."""
+
+
+def prepare(tree: Path, read_abort_s: float) -> None:
+    """Import vLLM from `tree` in this process, with the stand-in `mori.io` and without a GPU. Call once, before a fork.
+
+    Raises FileNotFoundError if `tree` holds no vLLM with a MoRI-IO connector.
+    """
+    if not (tree / "vllm/distributed/kv_transfer/kv_connector/v1/moriio").is_dir():
+        raise FileNotFoundError(f"{tree}: no vLLM source tree with a MoRI-IO connector")
+    paths = [str(LOOPBACK), str(tree)]
+    sys.path[:0] = paths
+    os.environ.update(
+        # vLLM inspects model classes in a subprocess, which must find the same tree.
+        PYTHONPATH=os.pathsep.join([*paths, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep),
+        OMP_NUM_THREADS="1",
+        VLLM_HOST_IP=HOST,
+        GLOO_SOCKET_IFNAME="lo",
+        HF_HUB_OFFLINE="1",
+        VLLM_NO_USAGE_STATS="1",
+        VLLM_MORIIO_TRANSFER_TIMEOUT_S=str(math.ceil(read_abort_s)),
+    )
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    _stand_in_for_cuda()
+    connector: Any = importlib.import_module(f"{_MORIIO}.moriio_connector")
+    # Only the backend's name is used, and there is none for a machine without kernels.
+    connector.get_attn_backend = lambda *_args, **_kwargs: _AttentionBackend()
+
+
+def connector_class() -> Any:
+    """Return the release's connector class."""
+    return importlib.import_module(f"{_MORIIO}.moriio_connector").MoRIIOConnector
+
+
+def has_head_axis() -> bool:
+    """Tell whether the release's latent caches are [blocks, 1, tokens, latent]: those whose specs count states do."""
+    return hasattr(importlib.import_module("vllm.v1.kv_cache_interface").AttentionSpec, "num_states")
+
+
+class _AttentionBackend:
+    @staticmethod
+    def get_name() -> str:
+        return "NONE"
+
+
+class _Event:
+    """A CUDA event on a machine without CUDA: work is done when it is issued."""
+
+    def record(self, stream: object = None) -> None:
+        """Mark the stream's current position."""
+
+    def synchronize(self) -> None:
+        """Wait for that position."""
+
+
+def _stand_in_for_cuda() -> None:
+    torch: Any = importlib.import_module("torch")
+    torch.set_num_threads(1)
+    torch.cuda.Event = _Event
+    torch.cuda.current_stream = lambda *_args, **_kwargs: None
+
+
+class ConfigFactory:
+    """Builds configurations for one release. The first model of a kind takes seconds, all others milliseconds."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._models: dict[ModelShape, Any] = {}
+
+    def engine(self, case: ConnectorCase, side: Side, dp_rank: int, ports: Ports) -> EngineConfig:
+        """Return the configuration of one DP rank of one engine."""
+        config = importlib.import_module("vllm.config")
+        size = case.engine(side)
+        transfer = config.KVTransferConfig(
+            kv_connector="MoRIIOConnector",
+            kv_role="kv_producer" if side == "prefill" else "kv_consumer",
+            kv_connector_extra_config=_connector_settings(case, ports),
+        )
+
+        def build(dp: int, rank: int) -> Any:
+            return config.VllmConfig(
+                model_config=self._model(case.model),
+                cache_config=config.CacheConfig(block_size=case.block_size),
+                parallel_config=config.ParallelConfig(
+                    tensor_parallel_size=size.tp,
+                    data_parallel_size=dp,
+                    data_parallel_rank=rank,
+                    data_parallel_size_local=dp,
+                    distributed_executor_backend="mp",
+                ),
+                scheduler_config=config.SchedulerConfig(
+                    max_num_batched_tokens=4096, max_num_seqs=16, max_model_len=2048, is_encoder_decoder=False
+                ),
+                device_config=config.DeviceConfig("cpu"),
+                kv_transfer_config=transfer,
+            )
+
+        vllm = build(size.dp, dp_rank)
+        kv_cache = _kv_cache_config(case, side)
+        return EngineConfig(side, dp_rank, vllm, kv_cache, vllm if size.dp == 1 else build(1, 0))
+
+    def _model(self, shape: ModelShape) -> Any:
+        if shape not in self._models:
+            folder = self._folder / str(shape).replace(",", "_")
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "config.json").write_text(json.dumps(_hf_config(shape)))
+            model_config = importlib.import_module("vllm.config").ModelConfig
+            self._models[shape] = model_config(
+                model=str(folder),
+                tokenizer=str(folder),
+                skip_tokenizer_init=True,
+                dtype="float32",
+                enforce_eager=True,
+                max_model_len=2048,
+            )
+        return self._models[shape]
+
+
+def layer_names(model: ModelShape) -> list[str]:
+    """Return the names under which a rank registers its caches."""
+    return [f"model.layers.{index}.self_attn.attn" for index in range(model.layers)]
+
+
+def _connector_settings(case: ConnectorCase, ports: Ports) -> dict[str, Any]:
+    return {
+        "host_ip": HOST,
+        "proxy_ip": "",  # no heartbeat
+        "proxy_ping_port": 1,
+        "http_port": ports.http,
+        "handshake_port": ports.handshake,
+        "notify_port": ports.notify,
+        "read_mode": case.mode == "read",
+        "transfer_timeout": case.transfer_timeout_s,
+        "defer_timeout": case.defer_timeout_s,
+        "recv_abort_timeout": case.timers.read_abort_s,
+    }
+
+
+def _kv_cache_config(case: ConnectorCase, side: Side) -> Any:
+    torch: Any = importlib.import_module("torch")
+    interface = importlib.import_module("vllm.v1.kv_cache_interface")
+    size = case.engine(side)
+    kind = interface.MLAAttentionSpec if case.model.mla else interface.FullAttentionSpec
+    spec = kind(
+        block_size=case.block_size,
+        num_kv_heads=len(case.model.owned_heads(0, size.tp)),
+        head_size=case.model.width,
+        dtype=torch.float32,
+    )
+    group = interface.KVCacheGroupSpec(layer_names(case.model), spec)
+    return interface.KVCacheConfig(num_blocks=size.num_blocks, kv_cache_tensors=[], kv_cache_groups=[group])
+
+
+def _hf_config(shape: ModelShape) -> dict[str, Any]:
+    """Return a config.json: llama-like, or deepseek-like for a latent cache. Only its KV geometry is ever used."""
+    common = {
+        "hidden_size": 128,
+        "intermediate_size": 128,
+        "num_hidden_layers": shape.layers,
+        "vocab_size": 512,
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-6,
+        "hidden_act": "silu",
+        "torch_dtype": "float32",
+    }
+    if not shape.mla:
+        # Query heads must divide by the KV heads and by every TP size in use.
+        queries = math.lcm(shape.kv_heads, 16)
+        return common | {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            "num_attention_heads": queries,
+            "num_key_value_heads": shape.kv_heads,
+            "head_dim": shape.head_dim,
+        }
+    return common | {
+        "architectures": ["DeepseekV2ForCausalLM"],
+        "model_type": "deepseek_v2",
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "kv_lora_rank": shape.latent,
+        "q_lora_rank": None,
+        "qk_rope_head_dim": shape.rope,
+        "qk_nope_head_dim": 32,
+        "v_head_dim": 32,
+        "moe_intermediate_size": 64,
+        "n_routed_experts": 8,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+        "first_k_dense_replace": 1,
+        "moe_layer_freq": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "topk_method": "greedy",
+        "norm_topk_prob": False,
+        "scoring_func": "softmax",
+        "routed_scaling_factor": 1.0,
+    }
