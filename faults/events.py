@@ -6,22 +6,30 @@ acting means is up to the tier.
 
 from __future__ import annotations
 
-import difflib
+import re
 from typing import Any
 
 import msgspec
 
-from faults.kinds import FaultKind, FaultSyntaxError
+from faults.kinds import FaultKind, FaultSyntaxError, near
+from faults.read import plain_float, plain_int
 
 MESSAGES = ("remote_blocks", "write_done", "write_failed", "release")
 STATUSES = ("ERR_INVALID_ARGS", "ERR_NOT_FOUND", "ERR_RDMA_OP", "ERR_BAD_STATE", "ERR_GPU_OP")
 ABORT_AT = ("before", "waiting", "after")
 
-# Every parameter that some kind takes: how it is read, and what it says.
+# Every parameter that some kind takes: how it is read, and, of numbers, from what to what they go.
 _READERS: dict[str, Any] = {
-    "from": str, "to": str, "n": int, "request": int, "layer": int, "ms": float, "for": float, "port": int,
-    "status": str, "fraction": float, "times": int, "at": str, "dp": int, "pattern": str, "factor": float, "after": float,
+    "from": str, "to": str, "n": plain_int, "request": plain_int, "layer": plain_int, "ms": plain_float, "for": plain_float,
+    "port": plain_int, "status": str, "fraction": plain_float, "times": plain_int, "at": str, "dp": plain_int, "pattern": str,
+    "factor": plain_float, "after": plain_float,
 }  # fmt: skip
+_RANGES: dict[str, tuple[float, float]] = {
+    "n": (0, 10**6), "request": (0, 4095), "layer": (0, 1023), "ms": (0, 10**9), "for": (0, 10**9), "port": (-65535, 65535),
+    "times": (1, 10**6), "dp": (0, 255), "factor": (1, 10**6), "after": (0, 10**9),
+}  # fmt: skip
+_LONGEST_PATTERN = 1000
+_REQUEST = re.compile(r"[0-9]{1,4}")
 _WHEN = ("from", "to", "n", "request", "pattern", "after")
 _BOTH = ("model", "connector")
 _MODEL = ("model",)
@@ -79,7 +87,7 @@ EVENT_KINDS: dict[str, FaultKind] = {
                   "vllm#46115", ("request", "n", "ms")),
         FaultKind("wrong-dp", "wrong-dp:prefill|decode,dp=N", "router", _MODEL, "a leg goes to another DP rank than it says",
                   "llm-d-router#2094", ("request", "dp")),
-        FaultKind("stop-heartbeat", "stop-heartbeat:prefill|decode,ms=N", "router", _MODEL, "an instance stops registering", "F24",
+        FaultKind("stop-heartbeat", "stop-heartbeat:prefill|decode,ms=N", "registration", _MODEL, "an instance stops registering", "F24",
                   ("ms",)),
     )
 }  # fmt: skip
@@ -88,6 +96,7 @@ _TARGETS: dict[str, tuple[str, ...]] = {
     "notice": MESSAGES,
     "transfer": ("write", "read"),
     "router": ("prefill", "decode"),
+    "registration": ("prefill", "decode"),
 }
 
 
@@ -127,19 +136,21 @@ class EventFault(
     def __post_init__(self) -> None:
         kind = EVENT_KINDS.get(self.kind)
         if kind is None:
-            raise ValueError(f"no fault kind {self.kind!r}{_near(self.kind, EVENT_KINDS)}")
-        for name, value in _given(self).items():
+            raise FaultSyntaxError(f"no fault kind {self.kind!r}; {near(self.kind, EVENT_KINDS)}", "kind")
+        given = _given(self)
+        for name, value in given.items():
             if name not in kind.params:
-                raise ValueError(f"{self.kind} takes no {name!r}; use {kind.syntax}")
-            _check(name, value)
+                raise FaultSyntaxError(f"{self.kind} takes no {name!r}; use {kind.syntax}", name)
+            if problem := _unfit(name, value):
+                raise FaultSyntaxError(problem, name)
         choices = _TARGETS.get(kind.point, ("prefill", "decode") if self.kind == "delay-step" else ())
         if choices and self.target not in choices:
-            raise ValueError(f"{self.kind} can't aim at {self.target!r}{_near(self.target, choices)}")
-        if "REQUEST" in kind.syntax and not self.target.isdecimal():
-            raise ValueError(f"{self.kind} aims at a request number, not {self.target!r}; use {kind.syntax}")
+            raise FaultSyntaxError(f"{self.kind} can't aim at {self.target!r}; {near(self.target, choices)}", "target")
+        if "REQUEST" in kind.syntax and not _REQUEST.fullmatch(self.target):
+            raise FaultSyntaxError(f"{self.kind} aims at a request number, not {self.target!r}; use {kind.syntax}", "target")
         for needed in ("ms", "for", "port", "fraction", "factor", "dp"):
-            if f"{needed}=" in kind.syntax and needed not in _given(self):
-                raise ValueError(f"{self.kind} needs {needed}; use {kind.syntax}")
+            if f"{needed}=" in kind.syntax and needed not in given:
+                raise FaultSyntaxError(f"{self.kind} needs {needed!r}; use {kind.syntax}")
 
     def __str__(self) -> str:
         return ",".join([f"{self.kind}:{self.target}", *(f"{name}={_plain(value)}" for name, value in _given(self).items())])
@@ -165,12 +176,7 @@ class EventFault(
 
 
 def _plain(value: Any) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(value)
-
-
-def _near(value: str, choices: Any) -> str:
-    close = difflib.get_close_matches(value, list(choices), n=1, cutoff=0.4)
-    return f"; did you mean {close[0]!r}?" if close else "; choose from " + ", ".join(choices)
+    return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
 
 
 def _given(fault: EventFault) -> dict[str, Any]:
@@ -179,43 +185,42 @@ def _given(fault: EventFault) -> dict[str, Any]:
     return {name: value for name, value in built.items() if name not in ("kind", "target")}
 
 
-def _check(name: str, value: Any) -> None:
-    if name in ("ms", "for", "after", "n", "request", "layer", "dp") and value < 0:
-        raise ValueError(f"{name}={value:g} is negative; use 0 or more")
+def _unfit(name: str, value: Any) -> str:
+    """Why a parameter can't have this value; empty if it can."""
+    if name in _RANGES:
+        low, high = _RANGES[name]
+        return "" if low <= value <= high else f"{name}={value:g} is out of range; use {low:g} to {high:g}"
     if name == "fraction" and not 0 < value < 1:
-        raise ValueError(f"fraction={value:g} is out of range; use a number between 0 and 1, such as 0.5")
-    if name == "factor" and not value >= 1:
-        raise ValueError(f"factor={value:g} is out of range; use 1 or more")
-    if name == "times" and value < 1:
-        raise ValueError(f"times={value} is out of range; use 1 or more")
-    if name == "pattern" and (not value or set(value) - set("fp")):
-        raise ValueError(f"pattern={value!r} is no pattern; use f (fail) and p (pass), such as fpf")
-    if name == "status" and value not in STATUSES:
-        raise ValueError(f"no status {value!r}{_near(value, STATUSES)}")
-    if name == "at" and value not in ABORT_AT:
-        raise ValueError(f"at={value!r} is no moment{_near(value, ABORT_AT)}")
+        return f"fraction={value:g} is out of range; use a number between 0 and 1, such as 0.5"
+    if name == "pattern" and (not value or set(value) - set("fp") or len(value) > _LONGEST_PATTERN):
+        return f"pattern={value!r} is no pattern; use f (fail) and p (pass), such as fpf"
+    choices = {"status": STATUSES, "at": ABORT_AT}.get(name, ())
+    if choices and value not in choices:
+        return f"{name}={value!r} is not one of its values; {near(value, choices)}"
+    return ""
 
 
 def parse_event_fault(text: str) -> EventFault:
     """Read `KIND:TARGET[,name=value…]`, such as `drop-notice:write_done,to=D3`. Raises FaultSyntaxError."""
     kind, _, rest = text.partition(":")
-    syntax = EVENT_KINDS[kind].syntax
+    syntax, params = EVENT_KINDS[kind].syntax, EVENT_KINDS[kind].params
     target, *parts = rest.split(",")
     if not target:
         raise FaultSyntaxError(f"{text!r} aims at nothing; use {syntax}")
     fields: dict[str, Any] = {}
     for part in parts:
         name, equals, value = part.partition("=")
-        if not equals or name not in EVENT_KINDS[kind].params:
-            takes = ", ".join(EVENT_KINDS[kind].params) or "no parameters"
-            raise FaultSyntaxError(f"can't read {part!r} in {text!r}; {kind} takes {takes}")
-        if name in fields:
-            raise FaultSyntaxError(f"{name} is given twice in {text!r}; give it once")
+        if name not in params:
+            hint = near(name, params) if params else f"use {syntax}"
+            raise FaultSyntaxError(f"{kind} takes no {name!r} in {text!r}; {hint}")
+        if not equals or name in fields:
+            raise FaultSyntaxError(f"can't read {part!r} in {text!r}; give {name} once, with a value")
         try:
             fields[name] = _READERS[name](value)
-        except ValueError:
-            raise FaultSyntaxError(f"{value!r} in {text!r} is not a number; write {name}=1") from None
+        except ValueError as error:
+            example = "1" if _READERS[name] is plain_int else "1.5"
+            raise FaultSyntaxError(f"{error} in {text!r}; write {name}={example}") from None
     try:
         return msgspec.convert({"kind": kind, "target": target, **fields}, EventFault)
     except msgspec.ValidationError as error:
-        raise FaultSyntaxError(f"{text!r}: {str(error).split(' - at')[0]}") from None
+        raise FaultSyntaxError(f"{text!r}: {str(error.__cause__ or error)}") from None

@@ -195,7 +195,12 @@ def _crashes(world: World) -> list[Finding]:
         endpoint = world.setup.prefill if event.actor[0] == "P" else world.setup.decode
         leg = "prefill" if endpoint is world.setup.prefill else "decode"
         causes = peer_tp_causes(endpoint.release, _leg(world, leg, event.request))
-        if world.mode == "read" and event.detail.startswith(("NotImplementedError", "MoRIIOError", "ValueError: TP sizes")):
+        if event.detail.startswith("TimeoutError"):
+            causes = [
+                f"executor_timeout_s = {endpoint.side.executor_timeout_s}: vLLM's executor gives up on a step that long",
+                *causes,
+            ]
+        elif world.mode == "read" and event.detail.startswith(("NotImplementedError", "MoRIIOError", "ValueError: TP sizes")):
             causes.insert(0, _cause(endpoint.release, "read_guard"))
         elif world.mode == "write" and leg == "prefill" and event.actor != "P":
             causes.insert(0, _cause(endpoint.release, "write_map_error"))

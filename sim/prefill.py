@@ -47,8 +47,10 @@ class PrefillRank(Rank):
         jobs = [writer.job(transfer, leg) for transfer, leg in batch if leg is not None and self.world.mode == "write"]
         for layer in layers:
             yield clock.timeout(layer_ns)
-            if self.stalls or engine.held_until > clock.now:
+            if self.stalls:
                 yield from self._stand_still()
+            if self.me.side.collectives:
+                yield engine.meet()
             if jobs and (wait := writer.save(jobs, layer)):
                 yield from self._wait(wait)
                 writer.after_wait(jobs, layer, wait)
@@ -65,21 +67,20 @@ class PrefillRank(Rank):
         if wait_ns > left:
             yield clock.timeout(max(left, 0))
             raise PeerRefusal("TimeoutError", f"the executor waited {self.me.side.executor_timeout_s} s for a step")
-        if self.me.side.collectives:
-            engine.held_until = max(engine.held_until, clock.now + wait_ns)
         yield clock.timeout(wait_ns)
 
     def _stand_still(self) -> Generator[Any, None, None]:
-        """This rank stalls, or another one does and this one waits for it in a collective."""
+        """A planned stall of this rank; in a collective the others wait for it."""
         clock = self.world.clock
         while (until := self.stalled_until(clock.now)) > clock.now:
             self.world.log("stalled", self.name, detail=f"{until - clock.now} ns")
             yield from self._wait(until - clock.now)
-        while self.engine.held_until > clock.now:
-            yield clock.timeout(self.engine.held_until - clock.now)
 
     def on_blocks_ready(self, transfer_id: Any, transfer: Transfer, blocks: list[int], decode_dp: int) -> None:
         """Decode's scheduler told us where the blocks go."""
+        if not blocks:
+            self.poison("an empty remote_blocks", transfer, "D")
+            return
         self.world.log("blocks_ready", self.name, request=transfer.index)
         self.writer.blocks_ready(transfer_id, transfer, blocks, decode_dp)
 
@@ -122,7 +123,9 @@ class PrefillEngine:
         self.contents: Codes = np.zeros(self.me.shape.num_blocks, dtype=np.int64)
         self.crashed = ""
         self.started = True
-        self.held_until = 0  # a rank stalls in a collective until then
+        self._arrived = 0  # ranks that wait in the collective of a layer
+        self._all_met = world.clock.event()
+        self._died = world.clock.event()
         self.step_limit_at = 0
         self.ranks = [PrefillRank(self, tp) for tp in range(self.me.tp)]
         self._queue: deque[Waiting] = deque()  # not yet admitted: the pool is full
@@ -204,12 +207,12 @@ class PrefillEngine:
             if (delay := self.world.step_delay("prefill")) > 0:
                 yield clock.timeout(delay)
             chunk = self._next_chunk()
-            if self.crashed:
-                break
+            if not chunk:
+                break  # the scheduler died over it
             limit_s = self.me.side.executor_timeout_s
             self.step_limit_at = NO_LIMIT if limit_s is None else clock.now + round(limit_s * 1e9)
             forwards = [clock.process(self._guarded(rank, chunk)) for rank in self.ranks]
-            yield clock.all_of(forwards)
+            yield clock.all_of(forwards) | self._died  # a rank that died leaves others waiting in a collective
             self._conclude_step()
             self._admit()
         if self.crashed:
@@ -226,7 +229,8 @@ class PrefillEngine:
             tokens = min(budget, waiting.transfer.request.prompt_tokens - waiting.computed)
             if tokens <= 0:
                 continue
-            self._note_again(waiting)
+            if self._stumbles(waiting):
+                return []
             budget -= tokens
             waiting.computed += tokens
             last = self._is_last_chunk(waiting) and not waiting.saved
@@ -235,11 +239,13 @@ class PrefillEngine:
             self._fill(waiting)
         return chunk
 
-    def _note_again(self, waiting: Waiting) -> None:
+    def _stumbles(self, waiting: Waiting) -> bool:
         """The scheduler looks a request up whose prompt goes on; some releases insist that they have it (K34)."""
         again = waiting.computed > 0 and self.world.mode == "write" and not waiting.params.get("do_remote_decode")
-        if again and self.me.release.plain_chunks == "key_error":
-            self.crash(f"KeyError: 'P-{waiting.transfer.index}'", waiting.transfer)
+        if not again or self.me.release.plain_chunks != "key_error":
+            return False
+        self.crash(f"KeyError: 'P-{waiting.transfer.index}'", waiting.transfer)
+        return True
 
     def _is_last_chunk(self, waiting: Waiting) -> bool:
         """Whether the release takes this chunk for the last, and so writes the request in it."""
@@ -264,6 +270,15 @@ class PrefillEngine:
         except PeerRefusal as refusal:
             self.crash(str(refusal), chunk[0][0], rank.name)
 
+    def meet(self) -> Any:
+        """A collective: the event on which a rank waits until all ranks of the engine are there."""
+        met = self._all_met
+        self._arrived += 1
+        if self._arrived == self.me.tp:
+            self._arrived, self._all_met = 0, self.world.clock.event()
+            met.succeed()
+        return met
+
     def _conclude_step(self) -> None:
         """Answer the router for every request whose prompt is computed."""
         still = []
@@ -283,6 +298,7 @@ class PrefillEngine:
         """The prompt is computed: keep the blocks for decode, with or without a timer, or free them."""
         if not params.get("do_remote_decode") or stopped:
             self._free(transfer, "freed")
+            self._free_if_reported(transfer)
             return
         self._finished.add(transfer.index)
         if self.me.release.reaper == "both_modes" or self.world.mode == "read":
@@ -313,4 +329,5 @@ class PrefillEngine:
         """The engine is lost, and with it every request in it."""
         if not self.crashed:
             self.crashed = error
+            self._died.succeed()
             self.world.log("crashed", where or self.name, request=transfer.index if transfer else -1, detail=error)

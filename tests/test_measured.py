@@ -19,9 +19,8 @@ def scenario_of(row: dict[str, Any]) -> dict[str, Any]:
     return {
         "release": row["release"],
         "mode": row["mode"],
-        # nobody kills an engine that stalls: there is no executor around the harness
-        "prefill": {**row["prefill"], "num_blocks": row["prefill_num_blocks"], "executor_timeout_s": None},
-        "decode": {**row["decode"], "num_blocks": row["decode_num_blocks"], "executor_timeout_s": None},
+        "prefill": {**row["prefill"], "num_blocks": row["prefill_num_blocks"]},
+        "decode": {**row["decode"], "num_blocks": row["decode_num_blocks"]},
         "model": row["model"],
         "kv_dtype": "fp32",
         "block_size": row["block_size"],
