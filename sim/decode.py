@@ -365,8 +365,9 @@ class DecodeEngine:
         """When the read counts as done: note it and release prefill's blocks. A refused read releases as well."""
         clock, release = self.world.clock, self.me.release
         at = landing.done_ns[-1] if release.read_done == "last_layer" else max(landing.done_ns)
-        if at >= NEVER:
-            return  # never over: dropped after the receive limit at best, and prefill is told nothing
+        limited = release.recv_abort == "silent" and at - clock.now > self.world.setup.recv_abort_timeout_ns
+        if at >= NEVER or limited:
+            return  # never over, or dropped at the receive limit: prefill is told nothing
 
         def close(_event: Any) -> None:
             if self.crashed:
@@ -440,8 +441,7 @@ class DecodeEngine:
 
     def _preempt(self, transfer: Transfer) -> None:
         """The scheduler takes the blocks and admits the request again: who brings the KV the second time?"""
-        transfer.preempted = True
-        transfer.home = None
+        transfer.preempted, transfer.went, transfer.home = True, False, None
         self.pool.give_back(transfer.index)
         self.world.log("preempted", self.name, request=transfer.index)
         policy = self.me.release.match_write if self.world.mode == "write" else self.me.release.match_read

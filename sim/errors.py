@@ -7,6 +7,7 @@ children are the *connector's*: they are raised by policies inside a run and bec
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
 
 
@@ -45,9 +46,32 @@ class PeerRefusal(KvcoverError):
 
 
 def nearest(value: str, choices: Iterable[str]) -> str:
-    """Hint that names the closest of `choices`, or lists them when nothing is close."""
+    """Hint that names the closest of `choices`, whatever its case, or lists them when nothing is close."""
     names = sorted(choices)
-    close = difflib.get_close_matches(value, names, n=1, cutoff=0.5)
+    close = _nearest_version(value, names) or difflib.get_close_matches(value.lower(), names, n=1, cutoff=0.5)
     if close:
         return f"did you mean {close[0]!r}?"
     return "choose from " + ", ".join(names)
+
+
+_VERSION = re.compile(r"([0-9]{1,4})\.([0-9]{1,4})(?:\.([0-9]{1,4}))?")
+
+
+def _nearest_version(value: str, names: list[str]) -> list[str]:
+    """The version of the same major number that is nearest by minor and patch number: 0.26.0 for 0.26.1, not 0.27.1."""
+    wanted = _VERSION.fullmatch(value)
+    if wanted is None:
+        return []
+    major, minor, patch = (int(part or 0) for part in wanted.groups())
+    known = {name: [int(part or 0) for part in match.groups()] for name in names if (match := _VERSION.fullmatch(name))}
+    same = [name for name, version in known.items() if version[0] == major]
+    return sorted(same, key=lambda name: (abs(known[name][1] - minor), abs(known[name][2] - patch)))[:1]
+
+
+def short(value: object) -> str:
+    """A value as a message shows it: quoted, with what can't be seen escaped, and not too long."""
+    try:
+        text = repr(value)
+    except (RecursionError, ValueError):  # nested too deeply; more digits than Python likes to write
+        return f"a {type(value).__name__} too large to show"
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -2,28 +2,30 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
+from msgspec import Meta
 
 from sim.errors import InputError, nearest
+
+FixedNs = Annotated[int, Meta(ge=0, le=10**12)]
+GbPerS = Annotated[float, Meta(ge=1e-6, le=1e6)]
 
 
 class FabricSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """A fabric in own numbers, such as xGMI, for which nobody has published any: fixed cost and bandwidth of a batch."""
 
-    write_fixed_ns: int
-    write_gb_per_s: float
-    read_fixed_ns: int
-    read_gb_per_s: float
-
-    def __post_init__(self) -> None:
-        if min(self.write_fixed_ns, self.read_fixed_ns) < 0 or min(self.write_gb_per_s, self.read_gb_per_s) <= 0:
-            raise ValueError("times must not be negative and bandwidths must be positive")
+    write_fixed_ns: FixedNs
+    write_gb_per_s: GbPerS
+    read_fixed_ns: FixedNs
+    read_gb_per_s: GbPerS
 
 
 class Fabric(msgspec.Struct, frozen=True, kw_only=True):
-    """`fixed` ns for a batch to land plus its bytes at `gb_per_s` (GB = 1e9 bytes). 0 GB/s is no wire at all.
+    """A batch takes `fixed` ns and its bytes at `gb_per_s` (GB = 1e9 bytes), and at least `floor` ns. 0 GB/s is no wire.
 
-    The numbers are least-squares fits to MoRI's published benchmark table; `fit_error` is the largest relative error.
+    The numbers are fits to MoRI's published benchmark tables; `fit_error` is the largest relative error against them.
     """
 
     name: str
@@ -31,6 +33,7 @@ class Fabric(msgspec.Struct, frozen=True, kw_only=True):
     write_gb_per_s: float
     read_fixed_ns: int
     read_gb_per_s: float
+    write_floor_ns: int = 0
     fit_error: float
     source: str
 
@@ -39,8 +42,11 @@ class Fabric(msgspec.Struct, frozen=True, kw_only=True):
         rate = self.write_gb_per_s if mode == "write" else self.read_gb_per_s
         return round(size_bytes / rate) if rate else 0
 
-    def fixed_ns(self, mode: str) -> int:
-        return self.write_fixed_ns if mode == "write" else self.read_fixed_ns
+    def tail_ns(self, busy_ns: int, mode: str) -> int:
+        """How long after its last byte left a batch has landed."""
+        if mode == "read":
+            return self.read_fixed_ns
+        return max(self.write_fixed_ns, self.write_floor_ns - busy_ns)
 
 
 _TABLE = "ROCm/mori docs/MORI-IO-BENCHMARK.md"
@@ -49,11 +55,11 @@ FABRICS: dict[str, Fabric] = {
     for fabric in (
         Fabric(
             name="cx7", write_fixed_ns=5850, write_gb_per_s=48.8, read_fixed_ns=6550, read_gb_per_s=43.9,
-            fit_error=0.025, source=f"{_TABLE}: CX7, batch 1",
+            fit_error=0.025, source=f"{_TABLE}: CX7, one transfer at a time",
         ),
         Fabric(
             name="thor2", write_fixed_ns=30_000, write_gb_per_s=48.9, read_fixed_ns=115_500, read_gb_per_s=50.0,
-            fit_error=0.18, source=f"{_TABLE}: Thor2, batches of 128 writes and 256 reads",
+            write_floor_ns=36_500, fit_error=0.042, source=f"{_TABLE}: Thor2, batches of 128 writes and of 256 reads",
         ),
         Fabric(
             name="loopback", write_fixed_ns=0, write_gb_per_s=0.0, read_fixed_ns=0, read_gb_per_s=0.0,

@@ -164,7 +164,7 @@ class Reader:
             if error := self._no_room(source.entries, post_at):
                 self.world.log("transfer_failed", self.name, source.rank.name, transfer.index, layer, error)
                 return done, error
-        land = source.rank.nic.occupy(self.rank.nic, post_at, busy_ns) + fabric.read_fixed_ns
+        land = source.rank.nic.occupy(self.rank.nic, post_at, busy_ns) + fabric.tail_ns(busy_ns, "read")
         if not careful:
             self._land_at(land, source, copy, transfer, layer)
             return max(done, land), ""

@@ -14,7 +14,7 @@ def load_tier(name: str) -> Callable[..., Any]:
     tiers: dict[str, EntryPoint] = {point.name: point for point in entry_points(group="kvcover.tiers")}
     if name not in tiers:
         if name in ("engine", "hardware"):
-            raise TierError("--tier", f"{name!r} is not part of this release", "use model or connector")
+            raise TierError("--tier", f"{name!r} is not part of this release", "use " + " or ".join(sorted(tiers, reverse=True)))
         raise TierError("--tier", f"no tier {name!r}", nearest(name, tiers))
     function: Callable[..., Any] = tiers[name].load()
     return function

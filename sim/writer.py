@@ -44,12 +44,13 @@ class Peer:
 class Wire(NamedTuple):
     """One target of a job: the rank reached, the batch of every layer (None: MoRI refuses it), or why there is none.
 
-    `entries` is how many work requests the batch is after merging neighbours.
+    The NIC is busy for `busy_ns`, the batch has landed `tail_ns` later; `entries` work requests are left after merging.
     """
 
     rank: DecodeRank | None
     copy: Copy | None
     busy_ns: int
+    tail_ns: int
     entries: int = 0
     refusal: PeerRefusal | None = None
 
@@ -87,7 +88,6 @@ class Writer:
         self.world = rank.world
         self.me: Endpoint = self.world.setup.prefill
         self.name = rank.name
-        self._fixed_ns = self.world.fabric.write_fixed_ns
         self._nic = rank.nic
         self._layers = self.world.geometry.layers
         rdma = self.world.setup.scenario.rdma
@@ -313,7 +313,7 @@ class Writer:
             elif self._faulted or wire.entries * self._layers > self._sq_depth:
                 self._post_carefully(job, wire, layer)
             else:
-                land = job.last_land = self._nic.occupy(wire.rank.nic, now, wire.busy_ns) + self._fixed_ns
+                land = job.last_land = self._nic.occupy(wire.rank.nic, now, wire.busy_ns) + wire.tail_ns
                 job.in_flight += 1
                 clock.after(land - now, partial(self._landed, job, wire.rank, wire.copy, layer))
         job.writes_done += 1
@@ -346,7 +346,7 @@ class Writer:
         if room_at - now > rdma.sq_wait_s * 1e9:
             self._fail(job, layer, "SQ full")
             return
-        land = self._nic.occupy(rank.nic, room_at, wire.busy_ns) + self._fixed_ns
+        land = self._nic.occupy(rank.nic, room_at, wire.busy_ns) + wire.tail_ns
         self._nic.queued(land, wire.entries)
         effect = self.world.transfer_effect("write", self.name, rank.name, job.transfer.index, layer, land)
         if effect.refused:
@@ -391,7 +391,7 @@ class Writer:
         """Where every layer of the job goes: the same ranks and offsets, as layers have memory of their own."""
         wires = []
         if not job.targets and self._find_targets(job) is not None:
-            return [Wire(None, None, 0, refusal=PeerRefusal("KeyError", f"no session to decode DP rank {job.decode_dp}"))]
+            return [Wire(None, None, 0, 0, refusal=PeerRefusal("KeyError", f"no session to decode DP rank {job.decode_dp}"))]
         for key, target in zip(self._keys(job, job.decode_dp), job.targets, strict=False):
             rank = job.peer.agents.get(key)
             try:
@@ -399,10 +399,11 @@ class Writer:
                     raise PeerRefusal("KeyError", f"no session to decode DP rank {job.decode_dp}")
                 copy, entries = self._plan(job, target, rank)
             except PeerRefusal as refusal:
-                wires.append(Wire(rank, None, 0, refusal=refusal))
+                wires.append(Wire(rank, None, 0, 0, refusal=refusal))
                 break
-            busy_ns = self.world.fabric.occupancy_ns(copy.size_bytes, "write") if copy else 0
-            wires.append(Wire(rank, copy, busy_ns, entries))
+            fabric = self.world.fabric
+            busy_ns = fabric.occupancy_ns(copy.size_bytes, "write") if copy else 0
+            wires.append(Wire(rank, copy, busy_ns, fabric.tail_ns(busy_ns, "write"), entries))
         return wires
 
     def _plan(self, job: Job, target: Target, rank: DecodeRank) -> tuple[Copy | None, int]:
