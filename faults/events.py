@@ -223,4 +223,4 @@ def parse_event_fault(text: str) -> EventFault:
     try:
         return msgspec.convert({"kind": kind, "target": target, **fields}, EventFault)
     except msgspec.ValidationError as error:
-        raise FaultSyntaxError(f"{text!r}: {str(error.__cause__ or error)}") from None
+        raise FaultSyntaxError(f"{text!r}: {error.__cause__ or error!s}") from None

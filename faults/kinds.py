@@ -1,12 +1,19 @@
-"""What every kind of fault says of itself."""
+"""What every kind of fault says of itself, and how a fault is refused."""
 
 from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
 
 import msgspec
 
 
 class FaultSyntaxError(ValueError):
-    """A fault shorthand that can't be read; the message says what would be right."""
+    """A fault that can't be read: the message says what would be right, `field` which field of a table it is about."""
+
+    def __init__(self, text: str, field: str = "") -> None:
+        super().__init__(text)
+        self.field = field
 
 
 class FaultKind(msgspec.Struct, frozen=True):
@@ -22,3 +29,15 @@ class FaultKind(msgspec.Struct, frozen=True):
     text: str
     report: str
     params: tuple[str, ...] = ()
+
+
+def near(value: str, choices: Iterable[str]) -> str:
+    """The closest of some words, whatever their case, or all of them when none is close."""
+    names = list(choices)
+    close = difflib.get_close_matches(value.lower(), names, n=1, cutoff=0.4)
+    return f"did you mean {close[0]!r}?" if close else "choose from " + ", ".join(names)
+
+
+def printable(text: str) -> bool:
+    """Whether a name can stand in a shorthand and in a line of output: it is not empty, and all of it can be seen."""
+    return bool(text) and text.isprintable() and not set(text) & set("@#=")

@@ -8,15 +8,20 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
+import re
 from collections.abc import Iterable, Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
+from msgspec import Meta
 
-from faults.kinds import FaultKind, FaultSyntaxError
+from faults.kinds import FaultKind, FaultSyntaxError, printable
+from faults.read import UnfitJson, leaves, plain_json_start, too_deep, unicode
 
 Leg = Literal["prefill", "decode"]
 LEGS: tuple[Leg, Leg] = ("prefill", "decode")
+_MOST = 10**18  # what a peer reads into 64 bits
 
 
 KEY_KINDS: dict[str, FaultKind] = {
@@ -46,17 +51,24 @@ class KeyFault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     value: Any = None
     new: str | None = None
     leg: Leg | None = None
-    requests: tuple[int, ...] | None = None
+    requests: Annotated[tuple[Annotated[int, Meta(ge=0)], ...], Meta(min_length=1)] | None = None
 
     def __post_init__(self) -> None:
-        if not self.key:
-            raise ValueError("key must not be empty")
-        if (self.kind == "rename") != (self.new is not None):
-            raise ValueError("`new` goes with kind `rename`, and only with it")
-        if self.new == "":
-            raise ValueError("new must not be empty")
+        for field, name in (("key", self.key), ("new", self.new)):
+            if name is not None and not printable(name):
+                raise FaultSyntaxError(f"{name!r} is no key; it must not be empty nor hold @, # or =", field)
+        if self.kind == "rename" and self.new is None:
+            raise FaultSyntaxError("kind 'rename' needs `new`, the name under which the value is sent", "new")
+        if self.kind != "rename" and self.new is not None:
+            raise FaultSyntaxError(f"{self.new!r} is not needed: `new` goes with kind 'rename' only", "new")
+        if self.new == self.key:
+            raise FaultSyntaxError(f"{self.new!r} is the key itself; give it another name", "new")
         if self.kind != "set" and self.value is not None:
-            raise ValueError("`value` goes with kind `set` only")
+            raise FaultSyntaxError(f"{self.value!r} is not needed: `value` goes with kind 'set' only", "value")
+        if self.requests is not None and len(set(self.requests)) < len(self.requests):
+            raise FaultSyntaxError(f"{list(self.requests)} names a request twice; name each once", "requests")
+        if problem := _unfit(self.value):
+            raise FaultSyntaxError(problem, "value")
 
     def __str__(self) -> str:
         body = {
@@ -99,43 +111,70 @@ def apply_faults(faults: Iterable[KeyFault], params: Mapping[str, Any], leg: str
     return after, fired
 
 
+def _unfit(value: Any) -> str:
+    """Why a value can't be sent as JSON; empty if it can."""
+    if too_deep(value):
+        return "the value is nested too deeply; use a simpler one"
+    for leaf in leaves(value):
+        if isinstance(leaf, str):
+            if not unicode(leaf):
+                return f"{leaf!r} is not text; use Unicode characters"
+        elif isinstance(leaf, float):
+            if not math.isfinite(leaf):
+                return f"{json.dumps(leaf)} is not JSON; use a finite number, or null"
+        elif isinstance(leaf, int):
+            if abs(leaf) >= _MOST:
+                return f"{leaf} is too long a number; use at most 18 digits"
+        elif leaf is not None:
+            return f"{leaf!s} is not JSON; use a number, text in quotes, true, false, null, a list or a table"
+    return ""
+
+
 def parse_key_fault(text: str) -> KeyFault:
     """Read a shorthand such as `drop:remote_tp_size@prefill` or `set:remote_tp_size=1@decode#0`.
 
     Raises FaultSyntaxError with the nearest right form.
     """
     kind, _, rest = text.partition(":")
-    body, leg, requests = _split_target(text, rest)
-    key, equals, value = body.partition("=")
-    if not key or (kind == "drop") == bool(equals) or (kind == "rename" and not value):
-        raise FaultSyntaxError(f"can't read {text!r}; use {KEY_KINDS[kind].syntax}")
-    if kind == "set":
-        try:
-            parsed = json.loads(value)
-        except json.JSONDecodeError:
-            raise FaultSyntaxError(f"{value!r} in {text!r} is not JSON; a string needs quotes: {json.dumps(value)}") from None
-        return KeyFault(kind="set", key=key, value=parsed, leg=leg, requests=requests)
-    if kind == "rename":
-        return KeyFault(kind="rename", key=key, new=value, leg=leg, requests=requests)
-    return KeyFault(kind="drop", key=key, leg=leg, requests=requests)
+    syntax = KEY_KINDS[kind].syntax
+    body = re.match(r"[^@#=]*", rest)
+    key, rest = (body[0], rest[body.end() :]) if body else ("", rest)
+    fields: dict[str, Any] = {"kind": kind, "key": key}
+    if kind == "set" and rest.startswith("="):
+        fields["value"], rest = _value(text, rest[1:])
+    elif kind == "rename" and (new := re.match(r"=([^@#=]+)", rest)):
+        fields["new"], rest = new[1], rest[new.end() :]
+    if not key or rest.startswith("=") or len(fields) != (2 if kind == "drop" else 3):
+        raise FaultSyntaxError(f"can't read {text!r}; use {syntax}")
+    return KeyFault(**fields, **_target(text, rest, syntax))
 
 
-def _split_target(text: str, rest: str) -> tuple[str, Leg | None, tuple[int, ...] | None]:
-    """Split `BODY@LEG#0#2`; the last `@` counts, as a JSON string may hold one, and so must look like a leg."""
-    head, hashed, tail = _cut_requests(rest)
-    requests = tuple(int(part) for part in tail.split("#")) if hashed else None
-    body, at, leg = head.rpartition("@")
-    if not at or '"' in leg:
-        return head, None, requests
-    for name in LEGS:
-        if leg == name:
-            return body, name, requests
-    close = difflib.get_close_matches(leg, LEGS, n=1, cutoff=0.3)
-    raise FaultSyntaxError(f"no leg {leg!r} in {text!r}; use @{close[0] if close else 'prefill or @decode'}")
+def _value(text: str, rest: str) -> tuple[Any, str]:
+    """The JSON that `rest` starts with, and what follows it."""
+    rest = rest.strip()
+    try:
+        value, end = plain_json_start(rest)
+    except json.JSONDecodeError:
+        word = re.sub(r"@[^@#]*$|(@[^@#]*)?(#[0-9]+)+$", "", rest)
+        raise FaultSyntaxError(f"{word!r} in {text!r} is not JSON; a string needs quotes: {json.dumps(word)}") from None
+    except UnfitJson as error:
+        raise FaultSyntaxError(f"the value in {text!r} {error}; use a simpler one") from None
+    after = rest[end:].lstrip()
+    if after and after[0] not in "@#":
+        raise FaultSyntaxError(f"{rest!r} in {text!r} is not JSON; a string needs quotes: {json.dumps(rest)}")
+    return value, after
 
 
-def _cut_requests(rest: str) -> tuple[str, bool, str]:
-    head, hashed, tail = rest.partition("#")
-    if hashed and all(part.isdecimal() for part in tail.split("#")):
-        return head, True, tail
-    return rest, False, ""
+def _target(text: str, suffix: str, syntax: str) -> dict[str, Any]:
+    """`@LEG#0#2`: which leg, which requests."""
+    parts = re.fullmatch(r"(?:@([^@#]*))?((?:#[^@#]*)*)", suffix)
+    if parts is None:
+        raise FaultSyntaxError(f"can't read {suffix!r} in {text!r}; use {syntax}")
+    leg, requests = parts[1], parts[2].split("#")[1:]
+    if leg is not None and leg not in LEGS:
+        close = difflib.get_close_matches(leg.lower(), LEGS, n=1, cutoff=0.3)
+        raise FaultSyntaxError(f"no leg {leg!r} in {text!r}; use @{close[0] if close else 'prefill or @decode'}")
+    for part in requests:
+        if not re.fullmatch(r"[0-9]{1,9}", part):
+            raise FaultSyntaxError(f"{part!r} in {text!r} is no request; write #REQUEST as a number such as #0")
+    return {"leg": leg, "requests": tuple(int(part) for part in requests) or None}

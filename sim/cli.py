@@ -5,13 +5,17 @@ Commands come from the entry-point group `kvcover.commands`, tiers from `kvcover
 
 from __future__ import annotations
 
+import codecs
+import contextlib
+import io
 import os
 import sys
 from importlib.metadata import entry_points
+from typing import Any, NoReturn
 
 import click
 
-from sim.errors import InputError, nearest
+from sim.errors import InputError, nearest, short
 
 
 class Commands(click.Group):
@@ -31,8 +35,29 @@ class Commands(click.Group):
     def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
         name = args[0] if args else ""
         if self.get_command(ctx, name) is None and not name.startswith("-"):
-            raise InputError("kvcover", f"no command {name!r}", nearest(name, self.list_commands(ctx)))
+            raise InputError(f"command {short(name)}", "no such command", nearest(name, self.list_commands(ctx)))
         return super().resolve_command(ctx, args)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """As click does, but what ends a command early is left to `main`: click prints an empty line, or exits with 1.
+
+        Some usage errors of click don't know their command; here it is known.
+        """
+        try:
+            return super().invoke(ctx)
+        except click.UsageError as error:
+            command = self.get_command(ctx, ctx.invoked_subcommand or "")
+            if error.ctx is None and command is not None:
+                error.ctx = click.Context(command, ctx, ctx.invoked_subcommand)
+            raise
+        except KeyboardInterrupt:
+            raise click.Abort from None
+        except BrokenPipeError:
+            raise ReaderLeft from None
+
+
+class ReaderLeft(Exception):
+    """Nobody reads standard output any more, as after `| head`."""
 
 
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
@@ -47,38 +72,86 @@ def kvcover() -> None:
 
 def main() -> None:
     """Run the command; every expected error is one line on stderr and exit code 2."""
+    _degrade_characters()
+    code: object = 0
     try:
-        kvcover.main(standalone_mode=False)
+        code = _run()
+        sys.stdout.flush()
+    except (ReaderLeft, BrokenPipeError):
+        _discard_output()
+        code = 141  # as of a program that SIGPIPE ended
+    except OSError as error:
+        if error.filename is not None:
+            raise
+        _discard_output()
+        fail(f"standard output: can't be written: {error.strerror or error}; free the disk, or use -o FILE")
+    sys.exit(code)  # type: ignore[arg-type]
+
+
+def _run() -> object:
+    """The exit code of the command."""
+    try:
+        return kvcover.main(standalone_mode=False)
+    except SystemExit as stop:
+        return stop.code
     except InputError as error:
         fail(str(error))
     except click.exceptions.NoArgsIsHelpError as error:
         click.echo(error.format_message())
-        sys.exit(2)
+        return 2
     except click.UsageError as error:
         fail(_one_line(error))
     except click.ClickException as error:
         fail(error.format_message())
-    except click.exceptions.Exit as stop:
-        sys.exit(stop.exit_code)
     except (click.Abort, KeyboardInterrupt):
         fail("interrupted", 130)
-    except BrokenPipeError:
-        # the reader went away, as `| head` does; nothing more can be said to it
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(141)
 
 
 def _one_line(error: click.UsageError) -> str:
-    """Click's usage error with the place and the nearest right option."""
+    """Click's usage error with the place, the value and the nearest right option."""
+    params = error.ctx.command.params if error.ctx else []
     if isinstance(error, click.NoSuchOption):
-        options = [name for param in (error.ctx.command.params if error.ctx else []) for name in param.opts]
+        options = [name for param in params for name in param.opts]
         return f"{error.option_name}: no such option; {nearest(error.option_name or '', options)}"
     text = error.format_message().rstrip(".")
+    for param in params:
+        if isinstance(error, click.BadOptionUsage) and isinstance(param, click.Option) and error.option_name in param.opts:
+            given = [word for word in sys.argv if word.startswith(f"{error.option_name}=")]
+            value = f", not {short(given[0].partition('=')[2])}" if given else ""
+            form = f"{error.option_name} {param.metavar or ''}".strip()
+            return f"{text}{value}; write {form} ({(param.help or '').rstrip('.')})"
     hint = f"; see `{error.ctx.command_path} --help`" if error.ctx else ""
     return f"{text}{hint}"
 
 
-def fail(text: str, code: int = 2) -> None:
-    """One line on stderr, then exit."""
-    click.echo("kvcover: " + " ".join(text.split()), err=True)
+def fail(text: str, code: int = 2) -> NoReturn:
+    """One line on stderr, then exit. Long words and characters that can't be shown are cut and escaped."""
+    words = [word if len(word) <= 160 else f"{word[:100]}...{word[-40:]}" for word in text.split()]
+    line = "".join(c if c.isprintable() else repr(c)[1:-1] for c in " ".join(words))
+    if len(line) > 1200:
+        line = f"{line[:800]} ... {line[-300:]}"
+    click.echo(f"kvcover: {line}", err=True)
     sys.exit(code)
+
+
+# -- standard output ---------------------------------------------------------------------------------------------
+
+_ASCII = {"→": "->", "←": "<-", "–": "-", "×": "x", "…": "...", "≥": ">="}
+
+
+def _degrade_characters() -> None:
+    """What the terminal's encoding lacks is written in other characters; it is no reason to fail."""
+    codecs.register_error("kvcover", _other_characters)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="kvcover")
+
+
+def _other_characters(error: UnicodeError) -> tuple[str, int]:
+    assert isinstance(error, UnicodeEncodeError)
+    return "".join(_ASCII.get(c, "?") for c in error.object[error.start : error.end]), error.end
+
+
+def _discard_output() -> None:
+    """Python flushes standard output when it exits; by then nobody must be there to complain."""
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -7,6 +7,7 @@ priority run in an order drawn from the seed. Order on one socket is kept by the
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from heapq import heappush
 from typing import Any
@@ -20,8 +21,8 @@ _FIRST_DRAWS, _MOST_DRAWS = 512, 65536
 
 def stream(seed: int, name: str) -> np.random.Generator:
     """The random stream of that name: one SeedSequence tree a run, children addressed by name, not by order."""
-    key = int.from_bytes(name.encode(), "little")
-    return np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(key & 0xFFFFFFFF, key >> 32 & 0xFFFFFFFF)))
+    key = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
+    return np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(key & 0xFFFFFFFF, key >> 32)))
 
 
 class _Call(Event):

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from sim.errors import PeerRefusal
-from sim.ledger import Copy, Ledger, cell_copy
+from sim.ledger import Copy, Count, Ledger, cell_copy
 from sim.legs import Leg, peer_address, pods_of, read_leg, transfer_id_of
 from sim.policies import as_int, fold
 from sim.rank import Rank
@@ -42,7 +42,7 @@ class DecodeRank(Rank):
         if mine and not copy.by_unit and transfer.own_blocks_only:
             engine.ledger.land(self.tp, layer, transfer.index, copy)
         else:
-            world.stray += engine.ledger.land_astray(self.tp, layer, copy, transfer.index if mine else None)
+            self._count_stray(engine.ledger.land_astray(self.tp, layer, copy, transfer.index if mine else None), transfer, layer)
         now = world.clock.now
         if not transfer.went:
             transfer.landed_ns = now
@@ -69,11 +69,21 @@ class DecodeRank(Rank):
 
     def look(self, transfer: Transfer, layer: int) -> None:
         """Decode uses this layer now: note what is there."""
-        transfer.used(self.tp, self.engine.ledger.count(self.tp, layer, transfer.index, transfer.needs[self.tp]))
+        self._used(transfer, layer, self.engine.ledger.count(self.tp, layer, transfer.index, transfer.needs[self.tp]))
 
     def look_at_all(self, transfer: Transfer) -> None:
         """Decode uses all layers from now on."""
-        transfer.used(self.tp, self.engine.ledger.count_all(self.tp, transfer.index, transfer.needs[self.tp]))
+        self._used(transfer, -1, self.engine.ledger.count_all(self.tp, transfer.index, transfer.needs[self.tp]))
+
+    def _used(self, transfer: Transfer, layer: int, count: Count) -> None:
+        transfer.used(self.tp, count)
+        if count.covered < count.cells:
+            self.world.log("short", self.name, "", transfer.index, layer, f"{count.covered} of {count.cells} cells")
+
+    def _count_stray(self, cells: int, transfer: Transfer, layer: int) -> None:
+        if cells:
+            self.world.stray += cells
+            self.world.log("stray", self.name, "", transfer.index, layer, f"{cells} cells")
 
 
 class DecodeEngine:
@@ -100,12 +110,16 @@ class DecodeEngine:
 
     def submit(self, transfer: Transfer, params: dict[str, Any]) -> None:
         """A leg arrived at the scheduler."""
+        transfer.decode_dp = self.dp
         if not self.started:
             return
         abort = self.world.planned_abort(transfer)
         if abort is not None and abort.at == "before":
             self.world.injector.note(abort)
-            self._abort_before_allocation(transfer, params)
+            try:
+                self._abort_before_allocation(transfer, params)
+            except PeerRefusal as refusal:
+                self.crash(str(refusal), transfer)
             return
         self._queue.append((transfer, params))
         self._admit()
@@ -146,6 +160,7 @@ class DecodeEngine:
         """Blocks for the whole prompt; those in the prefix cache hold their content already."""
         request = transfer.request
         blocks = self.pool.take(request.index, self.world.block_count(request, self.me), request.decode_blocks)
+        self.world.log("allocated", self.name, request=request.index)
         transfer.admit(blocks, self)
         self.ledger.admit(transfer.index, blocks)
         if hit := request.decode_hit_blocks:
@@ -291,7 +306,7 @@ class DecodeEngine:
 
     def _step(self, transfer: Transfer, leg: Leg | None, local: list[int]) -> Generator[Any, None, None]:
         """The engine step in which the request runs: handshakes, reads, barrier, forward."""
-        if leg is not None and not (local == [] and self.me.release.read_pairing == "suffix"):
+        if leg is not None and (local or not self._releases_without_session()):
             yield from self._handshake(leg)
         landings: dict[int, Landing] = {}
         for rank in self.ranks:
@@ -311,9 +326,9 @@ class DecodeEngine:
         yield from self._use(transfer, landings)
 
     def _plan(self, rank: DecodeRank, leg: Leg, transfer: Transfer, local: list[int]) -> list[Source]:
-        if not local and self.me.release.read_pairing == "suffix":
-            dp = leg.dp_rank if isinstance(leg.dp_rank, int) else 0
-            return [Source(tp, self.world.prefills[dp].ranks[0], None, 0) for tp in range(self.world.setup.prefill.tp)][:1]
+        if not local and self._releases_without_session():
+            anyone = self.world.prefills[0].ranks[0]  # nothing is read: only the numbers count
+            return [Source(target.tp_rank, anyone, None, 0) for target in rank.reader.targets(leg)]
         sources = rank.reader.plan(leg, transfer, local)
         own = set(local)
         for source in sources:
@@ -321,6 +336,10 @@ class DecodeEngine:
                 cells = source.copy.where // self.me.shape.heads % self.me.shape.num_blocks
                 transfer.own_blocks_only &= source.copy.by_unit or set(np.unique(cells).tolist()) <= own
         return sources
+
+    def _releases_without_session(self) -> bool:
+        """Whether a read of nothing is only a release (0.31+); before it is an empty batch, which needs a session."""
+        return self.me.release.read_pairing in ("suffix", "by_position")
 
     def _handshake(self, leg: Leg) -> Generator[Any, None, None]:
         """Every rank handshakes with its peers; the eager kind votes, and waits for a port that nobody bound for ever."""
@@ -374,7 +393,10 @@ class DecodeEngine:
                 return
             if not landing.error:
                 self.world.log("told", rank.name, request=transfer.index)
-            rank.reader.send_release(leg, sources, transfer)
+            try:
+                rank.reader.send_release(leg, sources, transfer)
+            except PeerRefusal as refusal:
+                self.crash(str(refusal), transfer, rank.name)
 
         clock.after(at - clock.now, close)
 
@@ -441,8 +463,8 @@ class DecodeEngine:
 
     def _preempt(self, transfer: Transfer) -> None:
         """The scheduler takes the blocks and admits the request again: who brings the KV the second time?"""
-        transfer.preempted, transfer.went, transfer.home = True, False, None
-        self.pool.give_back(transfer.index)
+        transfer.preempted, transfer.went = True, False
+        self._give_back(transfer)
         self.world.log("preempted", self.name, request=transfer.index)
         policy = self.me.release.match_write if self.world.mode == "write" else self.me.release.match_read
         if policy == "if_do_remote_prefill":
@@ -471,7 +493,9 @@ class DecodeEngine:
             self.crash("ValueError: 0 local blocks and some remote blocks", transfer)
             return
         for rank in self.ranks:
-            rank.reader.send_release(leg, [Source(rank.tp, self.world.prefills[0].ranks[0], None, 0)], transfer)
+            anyone = self.world.prefills[0].ranks[0]
+            sources = [Source(target.tp_rank, anyone, None, 0) for target in rank.reader.targets(leg)]
+            rank.reader.send_release(leg, sources, transfer)
 
     def _abort_waiting(self, transfer: Transfer, transfer_id: str, fault: Any) -> None:
         """The client goes while the KV is on its way: the blocks wait for reports that are no longer matched (F19)."""
@@ -485,10 +509,14 @@ class DecodeEngine:
 
     def _close(self, transfer: Transfer) -> None:
         """The request is over and its blocks are free again."""
-        transfer.home = None
-        self.pool.give_back(transfer.index)
+        self._give_back(transfer)
         transfer.finish()
         self._admit()
+
+    def _give_back(self, transfer: Transfer) -> None:
+        transfer.home = None
+        if self.pool.give_back(transfer.index):
+            self.world.log("freed", self.name, request=transfer.index)
 
     def fail(self, transfer: Transfer, why: str) -> None:
         """The request ends with an error, or, if the engine is told so, is prefilled here."""

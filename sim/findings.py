@@ -6,8 +6,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from sim.errors import PeerRefusal
-from sim.policies import POLICIES, map_fan
+from sim.outcome import intended_peers
+from sim.policies import POLICIES
 from sim.releases import ConnectorRelease
 from sim.result import Finding, RankCoverage, Sets
 from sim.world import World
@@ -90,18 +90,6 @@ def _initiator(world: World) -> tuple[str, ConnectorRelease]:
     return "decode", world.setup.decode.release
 
 
-def _intended(world: World, actor_tp: int) -> set[int]:
-    """TP ranks of the peer that a correct connector would reach from this rank."""
-    own, peer = world.setup.prefill.tp, world.setup.decode.tp
-    try:
-        if world.mode == "write":
-            return {target.tp_rank for target in map_fan(actor_tp, own, peer, world.geometry)}
-        group = range(own)
-        return {p for p in group if (own >= peer and p * peer // own == actor_tp) or (own < peer and actor_tp * own // peer == p)}
-    except PeerRefusal:
-        return set()
-
-
 def _wrong_dials(world: World) -> list[Finding]:
     """Handshakes that reached another rank than the one whose cells are meant."""
     side, release = _initiator(world)
@@ -111,7 +99,7 @@ def _wrong_dials(world: World) -> list[Finding]:
     for event in world.history.events("dialled"):
         actor, reached = peers[event.actor], peers[event.peer]
         meant_dp = int(event.detail.rsplit("dp", 1)[1].split()[0])
-        intended = _intended(world, actor.tp)
+        intended = set(intended_peers(world, actor.tp))
         if not intended or (reached.engine.dp == meant_dp and reached.tp in intended):
             continue
         peer = world.setup.decode if world.mode == "write" else world.setup.prefill
@@ -232,7 +220,7 @@ def _untold_prefill(world: World, sets: Sets) -> list[Finding]:
     """Prefill ranks that hold data and were not told where it goes (WRITE), or that it was read (READ)."""
     told = set(sets.prefill_told or ())
     prefill, decode = world.setup.prefill, world.setup.decode
-    busy = {t.request.prefill_dp for t in world.transfers}
+    busy = {t.prefill_dp for t in world.transfers}
     missing = [prefill.rank_name(dp, tp) for dp in sorted(busy) for tp in range(prefill.tp)
                if prefill.rank_name(dp, tp) not in told]  # fmt: skip
     if not missing or any(t.bad_end in ("refused", "recomputed") for t in world.transfers):
@@ -276,7 +264,7 @@ def _told_without_data(world: World, ranks: list[RankCoverage]) -> list[Finding]
 
 
 def _never_told(world: World, ranks: list[RankCoverage], sets: Sets) -> list[Finding]:
-    waiting = {t.request.decode_dp for t in world.transfers if not t.ended and t.needs}
+    waiting = {t.decode_dp for t in world.transfers if not t.ended and t.needs}
     decode = world.setup.decode
     if world.mode == "read":
         return []  # nobody tells in READ: a read that never ends has a finding of its own

@@ -19,8 +19,8 @@ def run_matrix(data: dict[str, Any], modes: list[str], pairs: list[tuple[int, in
                 {
                     **data,
                     "mode": mode,
-                    "prefill": {**(data.get("prefill") or {}), "tp": prefill},
-                    "decode": {**(data.get("decode") or {}), "tp": decode},
+                    "prefill": {**data.get("prefill", {}), "tp": prefill},
+                    "decode": {**data.get("decode", {}), "tp": decode},
                 }
             )
             resolve(scenario)

@@ -6,8 +6,11 @@ import math
 
 import msgspec
 
+from sim.checkers import Plan
+from sim.errors import PeerRefusal
 from sim.ledger import Count
-from sim.result import Check, Percentiles, RankCoverage, Sets, worst
+from sim.policies import map_fan
+from sim.result import Percentiles, RankCoverage, Sets, worst
 from sim.transfer import Transfer
 from sim.world import World
 
@@ -28,7 +31,7 @@ def end_count(world: World, transfer: Transfer, tp: int) -> Count:
     if not transfer.needs:
         cells = transfer.request.blocks * world.geometry.planes * world.setup.decode.shape.heads
         return Count(0, 0, cells * world.geometry.layers)
-    return world.decodes[transfer.request.decode_dp].ledger.count_all(tp, transfer.index, transfer.needs[tp])
+    return world.decodes[transfer.decode_dp].ledger.count_all(tp, transfer.index, transfer.needs[tp])
 
 
 def request_tallies(world: World, transfer: Transfer) -> list[Tally]:
@@ -42,8 +45,8 @@ def request_tallies(world: World, transfer: Transfer) -> list[Tally]:
 
 def request_outcome(world: World, transfer: Transfer, tallies: list[Tally]) -> str:
     """The worst that can be said of one request."""
-    prefill = world.prefills[transfer.request.prefill_dp]
-    decode = world.decodes[transfer.request.decode_dp]
+    prefill = world.prefills[transfer.prefill_dp]
+    decode = world.decodes[transfer.decode_dp]
     said = ["ok"]
     if transfer.bad_end:
         said.append(transfer.bad_end)
@@ -66,7 +69,7 @@ def rank_coverages(world: World, tallies: list[list[Tally]]) -> list[RankCoverag
     told = {(event.actor, event.request) for event in world.history.events("told")}
     ranks = []
     for dp in range(decode.dp):
-        mine = [t for t in world.transfers if t.request.decode_dp == dp]
+        mine = [t for t in world.transfers if t.decode_dp == dp]
         for tp in range(decode.tp):
             total = end = Count(0, 0, 0)
             for transfer in mine:
@@ -124,26 +127,37 @@ def times_to_go(world: World) -> list[int]:
     return [t.go_ns - t.started_ns for t in world.transfers if t.went]
 
 
-def checks_of(world: World, ranks: list[RankCoverage], sets: Sets, outcomes: list[str]) -> list[Check]:
-    """The properties that a good run has, each with its verdict."""
-    went = [t for t in world.transfers if t.went]
-    short = [t.index for t in went if any(c.covered < c.cells for c in t.at_go)]
-    held = [o for o in outcomes if o in ("leak", "hang")]
-    unended = [t.index for t in world.transfers if not t.ended]
+def plan_of(world: World) -> Plan:
+    """What a correct connector would have to do with the scenario."""
+    prefill, decode = world.setup.prefill, world.setup.decode
+    initiator, peer = (prefill, decode) if world.mode == "write" else (decode, prefill)
+    intended = {}
+    for tp in range(initiator.tp):
+        tps = intended_peers(world, tp)
+        reached = tuple(peer.rank_name(dp, t) for dp in range(peer.dp) for t in tps)
+        for dp in range(initiator.dp):
+            if tps:
+                intended[initiator.rank_name(dp, tp)] = reached
+    return Plan(
+        mode=world.mode,
+        needed={t.index: tuple(decode.rank_name(t.decode_dp, tp) for tp in range(decode.tp)) for t in world.transfers},
+        holders={t.index: tuple(prefill.rank_name(t.prefill_dp, tp) for tp in range(prefill.tp)) for t in world.transfers},
+        intended=intended,
+    )
 
-    def check(name: str, good: bool, reason: str, known: bool = True) -> Check:
-        return Check(name=name, verdict=("pass" if good else "fail") if known else "unknown", reason=reason)
 
-    return [
-        check("coverage-at-go", not short, f"requests {short} went with cells missing or wrong" if short else
-              ("no request went" if not went else "all cells were there"), known=bool(went)),
-        check("told-written-needed", sets.needed == sets.written == sets.told,
-              f"needed {len(sets.needed)}, written {len(sets.written)}, told {len(sets.told)} ranks"),
-        check("no-stray-write", world.stray == 0, f"{world.stray} cells of other requests or free blocks changed"),
-        check("every-request-ends", not unended, f"requests {unended} never ended" if unended else "all ended"),
-        check("nothing-held", not held and not any(t.timer_fired for t in world.transfers),
-              "blocks held for ever" if held else
-              "blocks held until a timer" if any(t.timer_fired for t in world.transfers) else "all blocks free again"),
-        check("engine-alive", not any(e.crashed for e in world.engines),
-              "; ".join(e.crashed for e in world.engines if e.crashed) or "both engines live"),
-    ]  # fmt: skip
+def intended_peers(world: World, tp: int) -> list[int]:
+    """TP ranks of the peer that a correct connector would reach from rank `tp` of the side that moves the data.
+
+    In READ every prefill rank whose cache holds the heads will do, with MLA any of its group.
+    """
+    own, peer = world.setup.prefill.tp, world.setup.decode.tp
+    try:
+        if world.mode == "write":
+            return [target.tp_rank for target in map_fan(tp, own, peer, world.geometry)]
+        if world.geometry.mla:
+            return list(range(own))
+        mine = set(world.geometry.heads_of(tp, peer))
+        return [p for p in range(own) if mine & set(world.geometry.heads_of(p, own))]
+    except PeerRefusal:
+        return []

@@ -309,6 +309,11 @@ def read_pair_suffix(local: list[int], remote: list[int]) -> list[tuple[int, int
     return list(zip(local, remote[len(remote) - len(local) :], strict=True))
 
 
+def read_pair_by_position(local: list[int], remote: list[int]) -> list[tuple[int, int]]:
+    """Block i of the prompt with block i of the prompt; what either side allocated beyond it stays out."""
+    return list(zip(local, remote, strict=False))
+
+
 POLICIES: dict[str, dict[str, Policy]] = {
     "peer_tp": {
         "tp_size_or_1": Policy("`tp_size`, default 1; `remote_tp_size` is not read (vllm#46332)", tp_size_or_1),
@@ -436,6 +441,7 @@ POLICIES: dict[str, dict[str, Policy]] = {
         "remote_tail_as_local": Policy("a shorter local list becomes the tail of the remote one", read_pair_remote_tail_as_local),
         "head": Policy("a shorter local list takes the head of the remote one", read_pair_head),
         "suffix": Policy("a shorter local list takes the tail of the remote one", read_pair_suffix),
+        "by_position": Policy("block i of the prompt with block i of the prompt", read_pair_by_position),
     },
     "read_barrier": {
         "none": Policy("a layer is used whether it landed or not"),
@@ -482,7 +488,7 @@ POLICIES: dict[str, dict[str, Policy]] = {
     },
     "pod_routing": {
         "none": Policy("DP ranks are numbered over all pods, on one host"),
-        "worker": Policy("pods by `remote_hosts` and `remote_dp_size_local`, kept on the worker: the last request's count (vllm#51681)"),
+        "worker": Policy("pods by `remote_hosts` and `remote_dp_size_local`, kept on the worker, so the last one counts (vllm#51681)"),
         "task": Policy("pods by `remote_hosts` and `remote_dp_size_local`, kept with each write task (0.31+)"),
     },
     "read_done": {

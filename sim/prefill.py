@@ -93,7 +93,12 @@ class PrefillRank(Rank):
         if self.world.mode == "write":
             self.writer.release(transfer_id, transfer)
         self._acks[key] = self._acks.get(key, 0) + 1
-        if self._acks[key] >= self.me.release.call("acks")(self.me.tp, consumer_tp):
+        try:
+            wanted = self.me.release.call("acks")(self.me.tp, consumer_tp)
+        except PeerRefusal as refusal:
+            self.engine.crash(str(refusal), transfer, self.name)
+            return
+        if self._acks[key] >= wanted:
             self._released.add(key)
             self.engine.report(transfer, self.name)
 
@@ -138,6 +143,7 @@ class PrefillEngine:
 
     def submit(self, transfer: Transfer, params: dict[str, Any], answer: Any) -> None:
         """A leg arrived; `answer` is the event that the router waits for."""
+        transfer.prefill_dp = self.dp
         if not self.started:
             return
         if self.crashed:
@@ -196,6 +202,7 @@ class PrefillEngine:
                     last.source_reused = True
                 self._last_owner[block] = waiting.transfer
             waiting.transfer.prefill_blocks = blocks
+            self.world.log("allocated", self.name, request=request.index)
             self.contents[blocks] = 0
             self._running.append(self._queue.popleft())
 

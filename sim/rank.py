@@ -91,4 +91,5 @@ class Rank:
     def land(self, layer: int, copy: Copy, transfer: Transfer, source: str, kind: str) -> None:
         """Bytes landed at a rank that is nobody's decode rank: all of them are astray."""
         self.world.stray += len(copy.where)
+        self.world.log("stray", self.name, source, transfer.index, layer, f"{len(copy.where)} cells")
         self.world.log(kind, source, self.name, transfer.index, layer, "astray")

@@ -56,7 +56,7 @@ class Reader:
         """The (DP, TP) ranks of prefill that this rank handshakes with; TP None is the one that the map names."""
         if self._flexible(leg):
             return ((0, tp) for tp in range(as_int(leg.peer_tp)))
-        targets = self._targets(leg)
+        targets = self.targets(leg)
         tps = [target.tp_rank for target in targets] if len(targets) > 1 else [None]
         return ((dp, tp) for dp in range(as_int(leg.dp_size)) for tp in tps)
 
@@ -65,7 +65,7 @@ class Reader:
         for dp, tp in keys:
             if (dp, tp) in self.agents:
                 continue
-            dialled = tp if tp is not None else self._targets(leg)[0].tp_rank
+            dialled = tp if tp is not None else self.targets(leg)[0].tp_rank
             # READ knows one host only, and no pods.
             port = leg.handshake_port + self.me.release.call("dial")(dp, dialled, as_int(leg.peer_tp))
             rank = self.world.network.owner((leg.host, port))
@@ -77,7 +77,8 @@ class Reader:
             self.world.log("dialled", self.name, rank.name, detail=f"port {port} for dp{dp} tp{dialled}")
         return True
 
-    def _targets(self, leg: Leg) -> list[Target]:
+    def targets(self, leg: Leg) -> list[Target]:
+        """The prefill ranks that the release's map gives this rank, with their heads."""
         release = self.me.release
         if not isinstance(leg.peer_tp, (int, float)):
             raise PeerRefusal("TypeError", f"TP size {leg.peer_tp!r} is compared with a number")
@@ -104,7 +105,7 @@ class Reader:
             targets = [Target(self._reads_started % as_int(leg.peer_tp), 0, 0, 1)]
             self._reads_started += 1
         else:
-            targets = self._targets(leg)
+            targets = self.targets(leg)
         dp = as_int(leg.dp_rank) if release.read_dp == "param" else 0
         sources = []
         for target in targets:

@@ -237,6 +237,7 @@ _REFERENCE = msgspec.structs.replace(
     write_map_error="request_refused",
     read_map="gather",
     read_guard="none",
+    read_pairing="by_position",
 )
 
 RELEASES: dict[str, ConnectorRelease] = {

@@ -6,7 +6,7 @@ looked up and every default filled in. All of them raise InputError with the pla
 
 from __future__ import annotations
 
-import json
+import functools
 import re
 import tomllib
 import types
@@ -19,8 +19,9 @@ import msgspec
 from msgspec import Meta
 
 from faults import KINDS, EventFault, Fault, FaultSyntaxError, KeyFault, parse_fault
+from faults.read import UnfitJson, plain_json, too_deep, unicode
 from sim.clock import stream
-from sim.errors import InputError, PeerRefusal, nearest
+from sim.errors import InputError, PeerRefusal, nearest, short
 from sim.fabric import Fabric, FabricSpec, get_fabric
 from sim.geometry import CacheShape, Geometry
 from sim.presets import resolve_model
@@ -33,7 +34,11 @@ Port = Annotated[int, Meta(ge=1, le=65535)]
 Blocks = Annotated[int, Meta(ge=1, le=1 << 20)]
 Nanoseconds = Annotated[int, Meta(ge=0, le=10**15)]
 Seconds = Annotated[float, Meta(gt=0, le=10**6)]
-_MAX_CELLS = 1 << 24
+Host = Annotated[str, Meta(pattern="^[!-~]+$", max_length=253)]
+Block = Annotated[int, Meta(ge=1, le=1 << 20)]  # vLLM never hands out block 0
+_MAX_CELLS = 1 << 24  # of one rank and layer
+_MAX_NEEDED = 1 << 27  # cells of all requests on all ranks: 3 GB
+_MAX_EVENTS = 20_000_000  # minutes, and 3 GB
 
 
 class _Strict(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -51,7 +56,7 @@ class Side(_Strict, frozen=True):
     tp: Size = 1
     dp: Size = 1
     pods: Size = 1
-    host: str | None = None
+    host: Host | None = None
     handshake_port: Port | None = None
     notify_port: Port | None = None
     num_blocks: Blocks | None = None
@@ -94,14 +99,14 @@ class RequestSpec(_Strict, frozen=True):
     prompt_tokens: Annotated[int, Meta(ge=1, le=1 << 24)] | None = None
     prefill_dp: Annotated[int, Meta(ge=0, le=255)] | None = None
     decode_dp: Annotated[int, Meta(ge=0, le=255)] | None = None
-    prefill_blocks: tuple[Annotated[int, Meta(ge=0, le=1 << 20)], ...] | None = None
-    decode_blocks: tuple[Annotated[int, Meta(ge=0, le=1 << 20)], ...] | None = None
+    prefill_blocks: tuple[Block, ...] | None = None
+    decode_blocks: tuple[Block, ...] | None = None
 
 
 class Workload(_Strict, frozen=True):
     """When requests arrive: at `rate_per_s` on average (Poisson, from the seed), and at most `concurrency` at a time."""
 
-    rate_per_s: Annotated[float, Meta(gt=0, le=10**6)] | None = None
+    rate_per_s: Annotated[float, Meta(ge=1e-3, le=10**6)] | None = None
     concurrency: Annotated[int, Meta(ge=1, le=4096)] | None = None
 
 
@@ -156,51 +161,118 @@ class Scenario(_Strict, frozen=True):
 
 def load(path: str | Path) -> dict[str, Any]:
     """The dictionary in a TOML or JSON file; `build` makes it a Scenario."""
-    place = str(path)
+    place, example = str(path) or "''", "see `kvcover run --help` for an example"
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = Path(path).read_text(encoding="utf-8-sig")
     except OSError as error:
         raise InputError(place, f"can't be read: {error.strerror or error}", "give the path of a scenario file") from None
     except UnicodeDecodeError:
         raise InputError(place, "is not UTF-8 text", "give a TOML or JSON file") from None
+    kind = "JSON" if place.endswith(".json") else "TOML"
     try:
-        data = json.loads(text) if place.endswith(".json") else tomllib.loads(text)
-    except (json.JSONDecodeError, tomllib.TOMLDecodeError) as error:
-        kind = "JSON" if place.endswith(".json") else "TOML"
-        raise InputError(place, f"is not {kind}: {error}", "see `kvcover run --help` for an example") from None
+        data = plain_json(text) if kind == "JSON" else tomllib.loads(text)
+    except UnfitJson as error:
+        raise InputError(place, str(error), example) from None
     except RecursionError:
-        raise InputError(place, "is nested too deeply", "see `kvcover run --help` for an example") from None
+        raise InputError(place, "is nested too deeply", example) from None
+    except ValueError as error:
+        if "digits" in str(error):
+            raise InputError(place, "holds a number of too many digits", "use a shorter one") from None
+        raise InputError(place, f"is not {kind}: {error}", example) from None
     if not isinstance(data, dict):
-        raise InputError(place, "holds no table of fields", "see `kvcover run --help` for an example")
+        raise InputError(place, "holds no table of fields", example)
     return data
 
 
 def build(data: Mapping[str, Any]) -> Scenario:
-    """Convert and check; raises InputError naming the field, its value and the nearest right one."""
+    """Convert and check; raises InputError naming the field, its value and the nearest right one.
+
+    Faults written as tables become shorthands, which is how results and replay lines tell them.
+    """
+    check_tables(data)
+    _check_plain(data, "")
     _reject_unknown(Scenario, data, "")
     try:
-        return msgspec.convert(data, Scenario, strict=True)
+        scenario = msgspec.convert(data, Scenario, strict=True)
     except msgspec.ValidationError as error:
-        raise _explain(error, data) from None
+        raise _explain(error, data, Scenario, "") from None
+    faults = tuple(str(_fault(f"faults[{index}]", given)) for index, given in enumerate(scenario.faults))
+    return msgspec.structs.replace(scenario, faults=faults)
 
 
 def set_field(data: dict[str, Any], path: str, value: Any) -> None:
     """Set `a.b.c` in nested dictionaries; list positions are numbers. Raises InputError when there is no such place."""
     *parents, last = path.split(".")
+    if len(parents) > 8:
+        raise InputError(f"--set {path[:40]}...", "is nested too deeply", "name a field such as timers.defer_timeout_s")
     here: Any = data
     for part in parents:
-        if isinstance(here, list) and part.isdecimal() and int(part) < len(here):
-            here = here[int(part)]
-        elif isinstance(here, dict):
-            here = here.setdefault(part, {})
-        else:
-            raise InputError(f"--set {path}", f"there is nothing at {part!r}", "name a field such as timers.defer_timeout_s")
-    if isinstance(here, list) and last.isdecimal() and int(last) < len(here):
-        here[int(last)] = value
-    elif isinstance(here, dict) and last:
-        here[last] = value
-    else:
-        raise InputError(f"--set {path}", f"there is nothing at {last!r}", "name a field such as timers.defer_timeout_s")
+        spot = _spot(here, part, path)
+        here = here.setdefault(spot, {}) if isinstance(here, dict) else here[spot]
+    here[_spot(here, last, path)] = value
+
+
+def _spot(here: Any, part: str, path: str) -> Any:
+    """`part` as a key of a dictionary or as a position in a list."""
+    is_number = part.isascii() and part.isdecimal() and len(part) < 6
+    if isinstance(here, list) and is_number and int(part) < len(here):
+        return int(part)
+    if isinstance(here, dict) and part and not is_number:
+        return part
+    hint = "name a field such as timers.defer_timeout_s"
+    if isinstance(here, list) and here:
+        hint = f"use 0 to {len(here) - 1}"
+    elif is_number:
+        hint = f"a list must be there first: --set '{path.partition('.')[0]}=[{{}}]'"
+    raise InputError(f"--set {path}", f"there is nothing at {part!r}", hint)
+
+
+# -- saying what is wrong ----------------------------------------------------------------------------------------
+
+_EXAMPLES = {
+    "prefill": "{tp = 4}", "decode": "{tp = 4}", "timers": "{defer_timeout_s = 5}", "timing": "{message_ns = 50000}",
+    "workload": "{concurrency = 4}", "rdma": "{queue_pairs = 1}", "overrides": '{ports = "dp_plus_tp"}',
+    "expect": '{outcome = "ok"}', "faults": '["drop:remote_tp_size"]', "requests": "4 or [{prompt_tokens = 32}]",
+    "fabric": '"cx7" or {write_fixed_ns = 5850, write_gb_per_s = 48.8, read_fixed_ns = 6550, read_gb_per_s = 43.9}',
+    "prefill.host": "10.0.0.1", "decode.host": "10.0.0.2", "requests[]": "{prompt_tokens = 32}",
+    "faults[]": '"drop:remote_tp_size"', "faults[].requests": "[0], or leave it out",
+}  # fmt: skip
+
+
+def check_tables(data: Mapping[str, Any]) -> None:
+    """Raise InputError for a field that must be a table and is none, so that options can be put into it."""
+    for name in ("prefill", "decode", "timers", "timing", "workload", "rdma", "overrides"):
+        if not isinstance(data.get(name, {}), Mapping):
+            raise InputError(name, f"{short(data[name])} is wrong", f"expected a table such as {_EXAMPLES[name]}")
+
+
+def _check_plain(value: Any, place: str) -> None:
+    """Raise InputError for what no field can hold: text that is not Unicode, endless digits, endless nesting."""
+    if isinstance(value, Mapping):
+        if too_deep(dict(value)):
+            raise InputError(place or "scenario", f"{short(value)} is nested too deeply", "use plain values, lists and tables")
+        for key, inner in value.items():
+            _check_plain(key, place or "scenario")
+            _check_plain(inner, _join(place, key))
+    elif isinstance(value, (list, tuple)):
+        for index, inner in enumerate(value):
+            _check_plain(inner, f"{place}[{index}]")
+    elif isinstance(value, str) and not unicode(value):
+        raise InputError(place, f"{short(value)} is not text", "use Unicode characters, in UTF-8")
+    elif isinstance(value, int) and abs(value) >= 10**30:
+        raise InputError(place, "a number of more than 30 digits", "use a smaller one")
+
+
+def _join(place: str, key: object) -> str:
+    """The place of a field; keys that are no names are quoted."""
+    name = key if isinstance(key, str) and re.fullmatch(r"[A-Za-z0-9_-]{1,60}", key) else short(key)
+    return f"{place}.{name}" if place else str(name)
+
+
+@functools.cache
+def _fields(struct: type[msgspec.Struct]) -> dict[str, Any]:
+    """The fields of a struct by the names that people write, with their types."""
+    return {field.encode_name: field.type for field in msgspec.structs.fields(struct)}
 
 
 def _struct_in(annotation: Any) -> type[msgspec.Struct] | None:
@@ -220,32 +292,49 @@ def _reject_unknown(struct: type[msgspec.Struct], data: Any, place: str) -> None
             _reject_unknown(struct, item, f"{place}[{index}]")
     if not isinstance(data, Mapping):
         return
-    hints = typing.get_type_hints(struct, include_extras=True)
+    fields = _fields(struct)
     for key, value in data.items():
-        where = f"{place}.{key}" if place else str(key)
-        if key not in hints:
-            raise InputError(where, f"no such field (its value is {_short(value)})", nearest(str(key), hints))
-        inner = _struct_in(hints[key])
+        _reject_name(key, value, list(fields), place)
+        inner = _struct_in(fields[key])
         if inner is not None:
-            _reject_unknown(inner, value, where)
+            _reject_unknown(inner, value, _join(place, key))
+
+
+def _reject_name(key: Any, value: Any, names: list[str], place: str) -> None:
+    if key not in names:
+        raise InputError(_join(place, key), f"no such field (its value is {short(value)})", nearest(str(key), names))
 
 
 _AT = re.compile(r" - at `\$(.*)`$")
+_EXPECTED = re.compile(r"Expected `([^`]*)`(?:, got `[^`]*`)?(.*)", re.DOTALL)
+_WORDS = {"int": "a whole number", "float": "a number", "str": "text", "bool": "true or false", "object": "a table",
+          "array": "a list"}  # fmt: skip
 
 
-def _explain(error: msgspec.ValidationError, data: Mapping[str, Any]) -> InputError:
+def _explain(error: msgspec.ValidationError, data: Any, struct: type[msgspec.Struct], place: str) -> InputError:
+    """msgspec's complaint about `data`, which lies at `place`, in the words of those who write scenarios."""
     text = str(error)
     match = _AT.search(text)
-    path = match.group(1).lstrip(".") if match else ""
-    problem = text[: match.start()] if match else text
-    value = _value_at(data, path)
-    choices = _choices_at(path)
-    if choices and isinstance(value, str):
-        return InputError(path, f"{_short(value)} is not one of its values", nearest(value, choices))
-    if choices and problem.startswith("Invalid enum value"):
-        return InputError(path, f"{_short(value)} is not one of its values", "use " + " or ".join(choices))
-    problem = problem[0].lower() + problem[1:].replace("`", "")
-    return InputError(path or "scenario", f"{_short(value)} is wrong", problem)
+    path, problem = (match[1].lstrip("."), text[: match.start()]) if match else ("", text)
+    if path.endswith("[...]"):  # msgspec names no key of a dictionary; only `overrides` is one
+        path = path.removesuffix("[...]")
+        path += "." + next(key for key, value in _value_at(data, path).items() if not isinstance(value, str))
+    value, where = short(_value_at(data, path)), ".".join(part for part in (place, path) if part) or "scenario"
+    if choices := _choices_at(struct, path):
+        hint = nearest(_value_at(data, path), choices) if isinstance(_value_at(data, path), str) else "use " + " or ".join(choices)
+        return InputError(where, f"{value} is not one of its values", hint)
+    return InputError(where, f"{value} is wrong", _in_words(problem, re.sub(r"\[[0-9]+\]", "[]", where)))
+
+
+def _in_words(problem: str, where: str) -> str:
+    match = _EXPECTED.fullmatch(problem)
+    if match is None:
+        return problem[0].lower() + problem[1:].replace("`", "")
+    kinds, rest = [kind for kind in match[1].split(" | ") if kind != "null"], match[2]
+    if "matching regex" in rest:
+        rest = " without spaces"
+    example = _EXAMPLES.get(where)
+    return f"expected {' or '.join(_WORDS.get(kind, kind) for kind in kinds)}{rest}" + (f", such as {example}" if example else "")
 
 
 def _value_at(data: Any, path: str) -> Any:
@@ -257,16 +346,13 @@ def _value_at(data: Any, path: str) -> Any:
     return data
 
 
-def _choices_at(path: str) -> list[str]:
+def _choices_at(struct: type[msgspec.Struct], path: str) -> list[str]:
     """The values of the Literal at a path, as text."""
-    annotation: Any = Scenario
+    annotation: Any = struct
     for part in re.findall(r"[^.\[\]]+", path):
-        if part.isdecimal() or part == "...":
-            continue
-        struct = _struct_in(annotation)
-        if struct is None:
-            return []
-        annotation = typing.get_type_hints(struct, include_extras=True).get(part)
+        if not part.isdecimal():
+            inner = _struct_in(annotation)
+            annotation = _fields(inner).get(part) if inner else None
     return _literals(annotation)
 
 
@@ -276,11 +362,6 @@ def _literals(annotation: Any) -> list[str]:
     if typing.get_origin(annotation) in (typing.Union, types.UnionType, Annotated):
         return [choice for inner in typing.get_args(annotation) for choice in _literals(inner)]
     return []
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
 
 
 # -- looking everything up ---------------------------------------------------------------------------------------
@@ -359,6 +440,8 @@ def resolve(scenario: Scenario) -> Setup:
     requests = _requests(scenario)
     prefill = _endpoint("prefill", scenario, geometry, requests, prefill_release)
     decode = _endpoint("decode", scenario, geometry, requests, decode_release)
+    _check_expect(scenario)
+    _check_work(geometry, requests, prefill, decode)
     return Setup(
         scenario=scenario,
         geometry=geometry,
@@ -395,32 +478,79 @@ def _faults(scenario: Scenario, requests: tuple[Request, ...], prefill: Endpoint
 def _fault(place: str, given: dict[str, Any] | str) -> Fault:
     """A fault written as a shorthand or as a table."""
     try:
-        if isinstance(given, str):
-            return parse_fault(given)
-        kind = given.get("kind")
-        if kind in ("drop", "set", "rename"):
-            _reject_unknown(KeyFault, given, place)
-            return msgspec.convert(given, KeyFault)
-        if "target" not in given or kind is None:
-            raise InputError(place, f"{_short(given)} has no kind or no target", 'write it as "drop:remote_tp_size@prefill"')
-        return msgspec.convert(given, EventFault)
+        return parse_fault(given) if isinstance(given, str) else _fault_in_table(place, given)
     except FaultSyntaxError as error:
-        raise InputError(place, str(error)) from None
+        raise InputError(f"{place}.{error.field}" if error.field else place, str(error)) from None
+
+
+def _fault_in_table(place: str, given: dict[str, Any]) -> Fault:
+    kind = given.get("kind")
+    if kind is None:
+        raise InputError(
+            place, f"{short(given)} has no kind", 'write kind = "drop", or "drop:remote_tp_size@prefill" for all of it'
+        )
+    if not isinstance(kind, str) or kind not in KINDS:
+        raise InputError(f"{place}.kind", f"no fault kind {short(kind)}", nearest(str(kind), KINDS))
+    is_key_fault = KINDS[kind].point == "params"
+    struct: type[KeyFault | EventFault] = KeyFault if is_key_fault else EventFault
+    names = list(_fields(KeyFault)) if is_key_fault else ["kind", "target", *KINDS[kind].params]
+    for key, value in given.items():
+        _reject_name(key, value, names, place)
+    try:
+        return msgspec.convert(given, struct)
     except msgspec.ValidationError as error:
-        problem = str(error).replace("`", "")
-        raise InputError(place, f"{_short(given)} is wrong", problem[0].lower() + problem[1:]) from None
+        if isinstance(error.__cause__, FaultSyntaxError):
+            raise error.__cause__ from None
+        raise _explain(error, given, struct, place) from None
 
 
 def _check_target(place: str, fault: EventFault, ranks: list[str], named: list[int]) -> None:
     """Ranks and requests that an event fault names must exist."""
     syntax = KINDS[fault.kind].syntax
+    engines = {"P", "D", *(rank.partition(".")[0] for rank in ranks)}
     if ":RANK" in syntax and fault.target not in ranks:
-        raise InputError(place, f"there is no rank {fault.target!r}", nearest(fault.target, ranks))
+        raise InputError(place, f"there is no rank {fault.target!r}", _near_rank(fault.target, ranks))
     for name in (fault.sender, fault.receiver):
-        if name is not None and name not in (*ranks, "P", "D", *(f"{r[0]}{r[1:].split('.')[0]}" for r in ranks)):
-            raise InputError(place, f"there is no rank {name!r}", nearest(name, ranks))
+        if name is not None and name not in ranks and name not in engines:
+            raise InputError(place, f"there is no rank {name!r}", _near_rank(name, ranks))
     if ":REQUEST" in syntax:
         named.append(int(fault.target))
+
+
+def _near_rank(name: str, ranks: list[str]) -> str:
+    """The nearest rank, or all of them when they are few."""
+    if len(ranks) <= 16:
+        return nearest(name.upper(), ranks)
+    prefill = [rank for rank in ranks if rank.startswith("P")]
+    return f"use {prefill[0]} to {prefill[-1]} or {ranks[len(prefill)]} to {ranks[-1]}"
+
+
+def _check_expect(scenario: Scenario) -> None:
+    expected = scenario.expect.by_rank if scenario.expect else None
+    there_are = scenario.decode.dp * scenario.decode.tp
+    if expected is not None and len(expected) != there_are:
+        raise InputError("expect.by_rank", f"{len(expected)} numbers for {there_are} decode ranks", f"give {there_are}")
+
+
+def _check_work(geometry: Geometry, requests: tuple[Request, ...], prefill: Endpoint, decode: Endpoint) -> None:
+    """Refuse what would run for hours or fill the memory, in steps of ranks and in cells, before it begins."""
+    ranks = prefill.tp + decode.tp
+    step = prefill.side.max_tokens_per_step
+    steps = sum(-(-request.prompt_tokens // step) if step else 1 for request in requests)
+    events = steps * geometry.layers * ranks + prefill.tp * prefill.dp * decode.dp
+    if events > _MAX_EVENTS:
+        smaller = "max_tokens_per_step gives many steps: raise it, or lower" if steps > len(requests) else "lower"
+        raise InputError(
+            "scenario",
+            f"{len(requests)} requests × {geometry.layers} layers × TP {prefill.tp} + {decode.tp} are some {events} events, "
+            f"more than the {_MAX_EVENTS} that end in minutes",
+            f"{smaller} requests, the model's layers or tp",
+        )
+    heads = geometry.heads_per_rank(prefill.tp) * prefill.tp + geometry.heads_per_rank(decode.tp) * decode.tp
+    cells = sum(request.blocks for request in requests) * geometry.planes * heads
+    if cells > _MAX_NEEDED:
+        problem = f"its requests have {cells} cells on all ranks, more than the {_MAX_NEEDED} that fit in memory"
+        raise InputError("scenario", problem, "lower requests, prompt_tokens or tp")
 
 
 def _requests(scenario: Scenario) -> tuple[Request, ...]:
@@ -460,7 +590,7 @@ def _request(scenario: Scenario, index: int, spec: RequestSpec, arrival_ns: int)
         if len(ids) != need:
             raise InputError(f"{place}.{name}_blocks", f"{len(ids)} blocks for a prompt of {need}", f"give {need} block ids")
         if len(set(ids)) != len(ids):
-            raise InputError(f"{place}.{name}_blocks", f"{_short(list(ids))} repeats a block", "give each block once")
+            raise InputError(f"{place}.{name}_blocks", f"{short(list(ids))} repeats a block", "give each block once")
     if spec.decode_hit_blocks > blocks:
         raise InputError(f"{place}.decode_hit_blocks", f"{spec.decode_hit_blocks} of {blocks} blocks", f"use at most {blocks}")
     return Request(
@@ -494,10 +624,7 @@ def _endpoint(
         raise InputError(f"{name}.pods", f"{side.pods} pods can't share {side.dp} DP ranks", f"use a divisor of {side.dp}")
     hosts = (side.host or host, *(f"{side.host or host}-pod{pod}" for pod in range(1, side.pods)))
     handshake_port, notify_port = side.handshake_port or handshake_port, side.notify_port or notify_port
-    for field, port in (("handshake_port", handshake_port), ("notify_port", notify_port)):
-        if port + side.dp * side.tp > 65536:
-            room = 65536 - side.dp * side.tp
-            raise InputError(f"{name}.{field}", f"{port} leaves no room for {side.dp * side.tp} ranks", f"use at most {room}")
+    _check_ports(name, handshake_port, notify_port, side.dp * side.tp)
     try:
         geometry.heads_of(0, side.tp)
     except PeerRefusal as error:
@@ -525,6 +652,18 @@ def _endpoint(
         release=release.overridden(scenario.overrides),
         side=side,
     )
+
+
+def _check_ports(name: str, handshake_port: int, notify_port: int, ranks: int) -> None:
+    """Each rank has a port of both kinds: two ranges that must fit and not overlap."""
+    if 2 * ranks > 65535:
+        raise InputError(name, f"{ranks} ranks need two ports each, and there are 65535", "lower tp or dp")
+    for field, port in (("handshake_port", handshake_port), ("notify_port", notify_port)):
+        if port + ranks > 65536:
+            raise InputError(f"{name}.{field}", f"{port} leaves no room for {ranks} ranks", f"use at most {65536 - ranks}")
+    if abs(handshake_port - notify_port) < ranks:
+        problem = f"{notify_port} overlaps the handshake ports, {ranks} from {handshake_port} on"
+        raise InputError(f"{name}.notify_port", problem, f"keep them at least {ranks} apart")
 
 
 def _pool_size(name: str, side: Side, scenario: Scenario, requests: tuple[Request, ...]) -> int:

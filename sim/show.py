@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -19,12 +19,21 @@ _STYLE = {"ok": "green", "refused": "cyan", "recomputed": "cyan", "failed": "yel
 _MAX_RANK_ROWS = 16
 
 
+class _Plain(Console):
+    """A console that prints what it is given: names may hold `[…]`, and addresses `::`, which rich takes for markup."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(highlight=False, markup=False, emoji=False, **options)
+
+    def on_broken_pipe(self) -> None:
+        """As without rich: `sim.cli` decides what a reader that went away means."""
+        raise BrokenPipeError
+
+
 def console() -> Console:
     """Standard output; without colour and 80 columns wide when it is not a terminal."""
-    out = Console(highlight=False, soft_wrap=False)
-    if not out.is_terminal:
-        out = Console(highlight=False, width=80, color_system=None)
-    return out
+    out = _Plain()
+    return out if out.is_terminal else _Plain(width=80, color_system=None)
 
 
 def progress(items: Sequence[Item], what: str) -> Iterator[Item]:

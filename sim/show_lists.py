@@ -51,27 +51,33 @@ def _runs(flags: list[bool], names: list[str]) -> str:
     return ", ".join(part[0] if len(part) == 1 else f"{part[0]}–{part[-1]}" for part in parts)
 
 
+_POLICY_WIDTH, _RELEASE_WIDTH = 23, 19  # of a column with its borders: the longest field, and enough to read a policy
+
+
 def _show_side_by_side(records: list[ConnectorRelease], show_all: bool) -> None:
+    """As many tables as it takes for the columns to be read."""
     out = console()
-    table = Table(show_lines=False)
-    table.add_column("policy", no_wrap=True)
-    for record in records:
-        table.add_column(record.name, overflow="fold")
-    for field in POLICIES:
-        if not (show_all or _differs(records, field) or len(records) == 1):
-            continue
-        cells, before = [], None
-        for record in records:
-            value = getattr(record, field)
-            changed = before is not None and value != before
-            cells.append(Text(f"* {value}" if changed else value, style="bold" if changed else ""))
-            before = value
-        table.add_row(field, *cells)
-    if table.row_count:
-        out.print(table)
-        out.print("* differs from the release to its left; `kvcover releases` explains the names")
-    else:
+    fields = [field for field in POLICIES if show_all or _differs(records, field) or len(records) == 1]
+    if not fields:
         out.print(f"{', '.join(record.name for record in records)}: no policy differs")
+        return
+    per_table = max(1, (out.width - _POLICY_WIDTH) // _RELEASE_WIDTH)
+    for start in range(0, len(records), per_table):
+        table = Table(show_lines=False)
+        table.add_column("policy", no_wrap=True)
+        part = range(start, min(start + per_table, len(records)))
+        for index in part:
+            table.add_column(records[index].name, overflow="fold")
+        for field in fields:
+            table.add_row(field, *(_policy_cell(records, index, field) for index in part))
+        out.print(table)
+    out.print("* differs from the release before it; `kvcover releases` explains the names")
+
+
+def _policy_cell(records: list[ConnectorRelease], index: int, field: str) -> Text:
+    value = getattr(records[index], field)
+    changed = index > 0 and value != getattr(records[index - 1], field)
+    return Text(f"* {value}" if changed else value, style="bold" if changed else "")
 
 
 def show_models(presets: list[Preset]) -> None:

@@ -8,11 +8,12 @@ import time
 import msgspec
 
 from faults import KeyFault
+from sim.checkers import check_all
 from sim.errors import InputError
 from sim.findings import find
 from sim.outcome import (
-    checks_of,
     percentiles,
+    plan_of,
     rank_coverages,
     request_outcome,
     request_tallies,
@@ -75,7 +76,7 @@ def judge(world: World, started: float) -> Result:
         by_request=outcomes,
         sets=sets,
         findings=find(world, ranks, sets, unfired),
-        checks=checks_of(world, ranks, sets, outcomes),
+        checks=check_all(world.history, plan_of(world)),
         faults=[FaultFired(fault=str(f), fired=n) for f, n in zip(setup.faults, world.fired, strict=True)],
         digest=world.history.digest(),
         events=world.clock.events,

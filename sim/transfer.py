@@ -53,6 +53,8 @@ class Transfer:
         self.router_id = f"tx-{request.index}"
         self.prefill_blocks: Codes | None = None
         self.decode_blocks: Codes | None = None
+        self.prefill_dp = request.prefill_dp  # where it really went: a router may err
+        self.decode_dp = request.decode_dp
         self.needs: list[Need] = []
         self.at_go: list[Count] = []
         self.went = False

@@ -171,7 +171,7 @@ class World:
     def coverage_by_layer(self, request: int = 0) -> list[list[float]]:
         """Coverage when the run is over, shape [TP ranks of the request's decode DP rank][layers]; no rows if never admitted."""
         transfer = self.transfers[request]
-        ledger, layers = self.decodes[transfer.request.decode_dp].ledger, range(self.geometry.layers)
+        ledger, layers = self.decodes[transfer.decode_dp].ledger, range(self.geometry.layers)
         counts = [[ledger.count(tp, layer, request, need) for layer in layers] for tp, need in enumerate(transfer.needs)]
         return [[count.covered / count.cells for count in row] for row in counts]
 
@@ -209,12 +209,17 @@ class World:
                 response = yield answer
             if response is None:
                 transfer.bad_end = transfer.bad_end or ("crash" if sent else "failed")
-                transfer.finish()
+                self._lose(transfer, "prefill gave no answer")
                 return
         decode_params = {} if request.plain else router.decode_leg(self.mode, values, response)
         if not self._send_leg(transfer, "decode", decode_params, None):
             transfer.bad_end = transfer.bad_end or "failed"
-            transfer.finish()
+            self._lose(transfer, "a leg could not be sent")
+
+    def _lose(self, transfer: Transfer, why: str) -> None:
+        """The router answers the client with an error."""
+        self.log("lost", "router", request=transfer.index, detail=why)
+        transfer.finish()
 
     def _values(self, transfer: Transfer) -> dict[str, Any]:
         """What the `$` names of a router's templates stand for."""

@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from sim.commands.options import check_output, scenario_data, scenario_options, whole_number, write_output
-from sim.errors import InputError, nearest
+from sim.errors import InputError, nearest, short
 
 
 @click.command("matrix")
@@ -23,12 +23,11 @@ def command(mode: str, prefill: str, decode: str, **options: Any) -> None:
     """
     if mode not in ("write", "read", "both"):
         raise InputError("--mode", f"no mode {mode!r}", nearest(mode, ("write", "read", "both")))
-    check_output(options["output"])
     modes = ["write", "read"] if mode == "both" else [mode]
     pairs = [(p, d) for p in _tp_list("--prefill", prefill) for d in _tp_list("--decode", decode)]
     data = scenario_data(None, options)
-    if "expect" in data:
-        raise InputError("expect", "a matrix has no single expectation", "use --check")
+    _reject_axes(data)
+    check_output(options["output"], data.get("model"))
     from sim.matrix import run_matrix
     from sim.result import summarize
 
@@ -45,6 +44,17 @@ def command(mode: str, prefill: str, decode: str, **options: Any) -> None:
     if options["check"] and bad:
         click.echo(f"kvcover: check failed: {bad} of {len(results)} pairings are not as they should be", err=True)
         sys.exit(1)
+
+
+def _reject_axes(data: dict[str, Any]) -> None:
+    """Fields that the matrix itself sets, and which it would otherwise drop unread."""
+    if "expect" in data:
+        raise InputError("expect", "a matrix has no single expectation", "use --check")
+    if "mode" in data:
+        raise InputError("mode", f"{short(data['mode'])} would not be read: the matrix sets it", "use --mode")
+    for name in ("prefill", "decode"):
+        if "tp" in data.get(name, {}):
+            raise InputError(f"{name}.tp", f"{short(data[name]['tp'])} would not be read: the matrix sets it", f"use --{name}")
 
 
 def _tp_list(option: str, text: str) -> list[int]:

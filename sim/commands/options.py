@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import tempfile
 from collections.abc import Callable
@@ -11,15 +10,28 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from sim.errors import InputError, nearest
+from sim.errors import InputError, nearest, short
 
 if TYPE_CHECKING:
     from sim.scenario import Scenario
 
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
+
+class WholeNumber(click.types.IntParamType):
+    """An option's number in plain digits; click's own `int` takes 1_6 and ٤ too."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        from faults.read import plain_int
+
+        try:
+            return value if isinstance(value, int) else plain_int(value)
+        except ValueError:
+            self.fail(f"{short(value)} is not an integer, such as 7", param, ctx)
+
+
 _SCENARIO: tuple[Decorator, ...] = (
-    click.option("--release", metavar="R", help="vLLM release of both engines (default: newest)."),
+    click.option("--release", metavar="R", help="vLLM release of both engines, e.g. 0.33.0 (default: newest)."),
     click.option("--decode-release", metavar="R", help="Another release for decode."),
     click.option("--model", metavar="M", help="Preset, config.json, layers=2,kv_heads=8,head_dim=8, layers=2,mla=64+16."),
     click.option("--router", metavar="NAME", help="Who fills in the params, e.g. 'vllm-router 0.1.15' (default: toy-proxy)."),
@@ -29,7 +41,7 @@ _SCENARIO: tuple[Decorator, ...] = (
                  help="Exchange one policy of the release; see `kvcover releases`. Repeatable."),
     click.option("--set", "sets", multiple=True, metavar="FIELD=VALUE",
                  help="Any other field of a scenario, e.g. timers.defer_timeout_s=5. Repeatable."),
-    click.option("--seed", type=int, metavar="N", help="Decides ties between events of one instant."),
+    click.option("--seed", type=WholeNumber(), metavar="N", help="Decides ties between events of one instant."),
     click.option("--tier", default="model", show_default=True, metavar="T", help="Where to run: model or connector."),
     click.option("--vllm", metavar="R|PATH|installed", help="vLLM source tree for the connector tier."),
     click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables."),
@@ -47,9 +59,10 @@ def scenario_options(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def scenario_data(file: str | None, options: dict[str, Any]) -> dict[str, Any]:
     """The scenario's dictionary: the file first, then every option over it."""
-    from sim.scenario import load, set_field
+    from sim.scenario import check_tables, load, set_field
 
-    data: dict[str, Any] = load(file) if file else {}
+    data: dict[str, Any] = {} if file is None else load(file)
+    check_tables(data)
     for name in ("release", "decode_release", "model", "router", "seed"):
         if options.get(name) is not None:
             data[name] = options[name]
@@ -57,30 +70,35 @@ def scenario_data(file: str | None, options: dict[str, Any]) -> dict[str, Any]:
         data["faults"] = [*_list_of(data, "faults"), *options["faults"]]
     for text in options.get("overrides") or ():
         field, policy = _pair("--override", text, "FIELD=POLICY")
-        set_field(data, f"overrides.{field}", policy)
+        data.setdefault("overrides", {})[field] = policy
     for text in options.get("sets") or ():
         path, value = _pair("--set", text, "FIELD=VALUE")
-        set_field(data, path, _json_or_text(value))
+        set_field(data, path, _json_or_text(path, value))
+    check_tables(data)
     return data
 
 
 def _list_of(data: dict[str, Any], field: str) -> list[Any]:
     value = data.get(field, [])
     if not isinstance(value, list):
-        raise InputError(field, f"{value!r} is not a list", "write a list of faults")
+        raise InputError(field, f"{short(value)} is not a list", "write a list of faults")
     return value
 
 
 def _pair(option: str, text: str, form: str) -> tuple[str, str]:
     name, equals, value = text.partition("=")
     if not equals or not name:
-        raise InputError(option, f"can't read {text!r}", f"write {form}")
+        raise InputError(option, f"can't read {short(text)}", f"write {form}")
     return name, value
 
 
-def _json_or_text(value: str) -> Any:
+def _json_or_text(path: str, value: str) -> Any:
+    from faults.read import UnfitJson, plain_json
+
     try:
-        return json.loads(value)
+        return plain_json(value)
+    except UnfitJson as error:
+        raise InputError(f"--set {path}", f"{short(value)} {error}", "give a plain value") from None
     except ValueError:
         return value
 
@@ -95,19 +113,22 @@ def sizes(option: str, text: str | None) -> dict[str, int]:
         if not equals:
             name, value = "tp", name
         if name not in ("tp", "dp"):
-            raise InputError(option, f"no size {name!r} in {text!r}", nearest(name, ("tp", "dp")))
+            raise InputError(option, f"no size {short(name)} in {short(text)}", nearest(name, ("tp", "dp")))
         if name in found:
-            raise InputError(option, f"{name} is given twice in {text!r}", "write tp=4,dp=2")
+            raise InputError(option, f"{name} is given twice in {short(text)}", "write tp=4,dp=2")
         found[name] = whole_number(option, value, text)
     return found
 
 
 def whole_number(option: str, value: str, text: str) -> int:
     """`value`, a part of `text`, as a number."""
+    from faults.read import plain_int
+
     try:
-        return int(value)
+        return plain_int(value)
     except ValueError:
-        raise InputError(option, f"{value!r} in {text!r} is not a whole number", "write a number such as 4") from None
+        problem = f"{short(value)} in {short(text)} is not a whole number"
+        raise InputError(option, problem, "write a number such as 4") from None
 
 
 def build_scenario(data: dict[str, Any]) -> Scenario:
@@ -118,12 +139,12 @@ def build_scenario(data: dict[str, Any]) -> Scenario:
 
 
 def write_output(path: str | None, text: str) -> None:
-    """Write a result file whole or not at all."""
+    """Write a result file whole or not at all; where `path` is a link, the file that it points to."""
     if path is None:
         return
-    target = Path(path)
+    target = _output_file(path)
     try:
-        handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+        handle, name = tempfile.mkstemp(dir=target.parent, prefix=".kvcover-")
     except OSError as error:
         raise InputError("-o", f"can't write {path!r}: {error.strerror}", "name a file in a folder that exists") from None
     try:
@@ -136,7 +157,28 @@ def write_output(path: str | None, text: str) -> None:
         raise InputError("-o", f"can't write {path!r}: {error.strerror}", "name a file, not a folder") from None
 
 
-def check_output(path: str | None) -> None:
-    """Complain about an output that can't be written before a long run, not after it."""
-    if path is not None and (not Path(path).parent.is_dir() or Path(path).is_dir()):
-        raise InputError("-o", f"can't write {path!r}", "name a file in a folder that exists")
+def check_output(path: str | None, *inputs: object) -> None:
+    """Complain about an output that can't be written, or that is one of the `inputs`, before a long run, not after it."""
+    if path is None:
+        return
+    target = _output_file(path)
+    files = [name for name in inputs if isinstance(name, str) and name and "\0" not in name]
+    if str(target) in {os.path.realpath(name) for file in files for name in (file, f"{file}/config.json")}:
+        raise InputError("-o", f"{path!r} is read by this run, and would be overwritten", "name another file")
+
+
+def _output_file(path: str) -> Path:
+    """What is to be written: a regular file, or none yet, in a folder that exists and may be written to."""
+    target = Path(os.path.realpath(path))
+    try:
+        is_new = not (target.exists() or target.is_symlink())
+        bad = "" if path and (is_new or target.is_file()) else "it is no regular file"
+        if not target.parent.is_dir():
+            bad = "there is no such folder"
+        elif not os.access(target.parent, os.W_OK):
+            bad = "its folder can't be written to"
+    except OSError as error:
+        bad = error.strerror or str(error)
+    if bad:
+        raise InputError("-o", f"can't write {path!r}: {bad}", "name a file in a folder that exists")
+    return target

@@ -30,14 +30,14 @@ def command(scenario: str | None, mode: str | None, prefill: str | None, decode:
       faults = ["drop:remote_tp_size@prefill"]
       expect = {outcome = "corrupt", coverage = 0.125}
     """
-    check_output(options["output"])
     data = scenario_data(scenario, options)
     if mode is not None:
         data["mode"] = mode
     for name, text in (("prefill", prefill), ("decode", decode)):
         if found := sizes(f"--{name}", text):
-            data[name] = {**(data.get(name) or {}), **found}
+            data[name] = {**data.get(name, {}), **found}
     built = build_scenario(data)
+    check_output(options["output"], scenario, built.model)
     from sim.tiers import load_tier
 
     result = load_tier(options["tier"])(built, vllm=options["vllm"])

@@ -1,0 +1,340 @@
+"""`kvcover explore`: many scenarios from seeds or from a grid; `kvcover replay`: one that it found."""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from sim.commands.matrix import _tp_list
+from sim.commands.options import (
+    build_scenario,
+    check_output,
+    scenario_data,
+    scenario_options,
+    sizes,
+    whole_number,
+    write_output,
+)
+from sim.errors import InputError, TierError, nearest
+
+if TYPE_CHECKING:
+    from concurrent.futures import Executor
+
+    from sim.explore import Group, Job, Summary
+
+_SHOWN_GROUPS = 20
+
+
+@click.command("explore")
+@click.option("--seeds", default=1000, show_default=True, metavar="N", type=click.IntRange(1, 10**9), help="How many seeds.")
+@click.option("--seed-start", default=0, show_default=True, metavar="N", type=click.IntRange(0, 2**62), help="The first seed.")
+@click.option("--lite/--full", "lite", default=True, show_default=True, help="Full adds large TP sizes and overrides.")
+@click.option("--features", metavar="NAME,…", help="Draw only these features.")
+@click.option("--no-faults", is_flag=True, help="Draw no faults, and no routers other than the release's own.")
+@click.option("--grid", metavar="SCENARIO", help="No seeds: every single fault of this scenario file, for every pairing.")
+@click.option("--mode", metavar="write|read", help="Only this mode.")
+@click.option("--prefill", metavar="tp=N[,dp=N]", help="Sizes of prefill; with --grid a list of TP sizes, such as 1,2,4.")
+@click.option("--decode", metavar="tp=N[,dp=N]", help="As --prefill.")
+@click.option("--jobs", metavar="N|all", default="all", show_default=True, help="Processes; 1 runs everything in this one.")
+@click.option("--dask", metavar="ADDRESS", help="Run on a Dask cluster, e.g. tcp://host:8786 (extra `dask`).")
+@click.option("--budget", metavar="SECONDS", type=click.FloatRange(min=0), help="Begin nothing new after so many seconds.")
+@click.option("--shrink", "shrinks", is_flag=True, help="Reduce each example to the smallest that finds the same.")
+@click.option("--out", metavar="DIR", help="Write each group's example there, for `kvcover replay`.")
+@scenario_options
+def explore(**options: Any) -> None:
+    """Draw scenarios and faults from seeds, run them, and report each kind of failure once, with its smallest example.
+
+    Every other option pins a field, whatever a seed would draw. A run whose planned fault never fired is counted as
+    vacuous, never as a pass. The digest does not depend on --jobs.
+    """
+    if options["tier"] != "model":
+        raise TierError(
+            "--tier", f"explore can't run on {options['tier']!r}", "use --tier model, and `kvcover run` for what it finds"
+        )
+    check_output(options["output"])
+    if options["out"] is not None:
+        _make_folder(options["out"])
+    jobs, total = _grid_jobs(options) if options["grid"] is not None else _seed_jobs(options)
+    from sim.explore import explore as run_jobs
+    from sim.explore import shrink_groups
+
+    with _executor(options["jobs"], options["dask"]) as (executor, workers):
+        with _progress(total) as tick:
+            budget = math.inf if options["budget"] is None else options["budget"]
+            summary = run_jobs(jobs, executor, 2 * workers, budget, tick)
+        if summary.outcomes.get("invalid", 0) == summary.runs:
+            raise InputError("explore", f"no scenario makes sense ({summary.invalid})", "pin less")
+        if options["shrinks"]:
+            shrink_groups(summary, executor)
+    rate = summary.runs / max(summary.seconds, 1e-9)
+    click.echo(f"{summary.runs} runs in {summary.seconds:.1f} s, {rate:.0f}/s", err=True)
+    _report(summary, options)
+    if options["check"] and summary.failures:
+        click.echo(f"kvcover: check failed: {summary.failures} of {summary.runs} runs are not as they should be", err=True)
+        sys.exit(1)
+
+
+def _pins(options: dict[str, Any]) -> dict[str, Any]:
+    """Fields that are as given, whatever a seed draws; complains at once about those that can't be."""
+    from sim.fabric import get_fabric
+    from sim.releases import get_release
+    from sim.routers import get_router
+
+    pins = scenario_data(None, options)
+    if options["mode"] is not None:
+        pins["mode"] = options["mode"]
+    for name in ("prefill", "decode"):
+        if found := sizes(f"--{name}", options[name]):
+            pins[name] = {**(pins.get(name) or {}), **found}
+    built = build_scenario(pins)
+    for place, release in (("release", built.release), ("decode_release", built.decode_release or built.release)):
+        get_release(release, place).overridden(built.overrides)
+    get_router(built.router, built.release)
+    if isinstance(built.fabric, str):
+        get_fabric(built.fabric)
+    return pins
+
+
+def _seed_jobs(options: dict[str, Any]) -> tuple[Iterator[Job], int]:
+    """The jobs of a swarm and how many runs they are; says first what will be drawn."""
+    from sim.explore import seed_jobs
+    from sim.swarm import Swarm, features_of
+
+    pins = _pins(options)
+    names = [name.strip() for name in options["features"].split(",")] if options["features"] else None
+    features = features_of(names, not options["lite"], not options["no_faults"])
+    if "release" in pins and not names:
+        features = tuple(name for name in features if name != "skew")  # --release is that of both engines
+    swarm = Swarm(features=features, pins=pins)
+    first, count = options["seed_start"], options["seeds"]
+    if not options["as_json"]:
+        import json
+
+        click.echo(f"seeds {first} to {first + count - 1}, {'lite' if options['lite'] else 'full'}")
+        click.echo(f"features: {' '.join(swarm.features)}")
+        if pins:
+            click.echo(f"pinned: {json.dumps(pins)}")
+        click.echo(f"seed {first} draws {', '.join(swarm.drawn(first)) or 'nothing'}: {json.dumps(swarm.draft(first))}")
+    return seed_jobs(swarm, first, count), count
+
+
+def _grid_jobs(options: dict[str, Any]) -> tuple[Iterator[Job], int]:
+    """The jobs of a grid; how many runs they are is known only afterwards."""
+    from sim.explore import grid_jobs
+
+    data = scenario_data(options["grid"], options)
+    data.pop("expect", None)
+    build_scenario(data)
+    modes = ["write", "read"]
+    if options["mode"] is not None:
+        if options["mode"] not in modes:
+            raise InputError("--mode", f"no mode {options['mode']!r}", nearest(options["mode"], modes))
+        modes = [options["mode"]]
+    own = [(data.get(name) or {}).get("tp", 1) for name in ("prefill", "decode")]
+    lists = [
+        _tp_list(f"--{name}", options[name]) if options[name] else [size]
+        for name, size in zip(("prefill", "decode"), own, strict=True)
+    ]
+    pairs = [(prefill, decode) for prefill in lists[0] for decode in lists[1]]
+    if not options["as_json"]:
+        click.echo(f"every single fault of {options['grid']}, {' and '.join(modes)}, {len(pairs)} pairings")
+    return grid_jobs(data, pairs, modes), 0
+
+
+# -- who runs it -------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _executor(jobs: str, dask: str | None) -> Iterator[tuple[Executor | None, int]]:
+    """An executor and how many workers it has; None runs everything here."""
+    if dask is not None:
+        with _dask_executor(dask) as found:
+            yield found
+        return
+    workers = _cpus() if jobs == "all" else whole_number("--jobs", jobs, jobs)
+    if workers < 1:
+        raise InputError("--jobs", f"{workers} processes can't run anything", "use 1 or more")
+    if workers == 1:
+        yield None, 1
+        return
+    import multiprocessing
+    from concurrent.futures import ProcessPoolExecutor
+
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["sim.explore"])
+    with ProcessPoolExecutor(workers, mp_context=context) as pool:
+        try:
+            yield pool, workers
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def _cpus() -> int:
+    """Those that this process may use, where the system says so."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@contextmanager
+def _dask_executor(address: str) -> Iterator[tuple[Executor, int]]:
+    try:
+        from distributed import Client
+    except ImportError:
+        raise InputError("--dask", "distributed is not installed", "pip install 'kvcover[dask]'") from None
+    try:
+        client = Client(address, timeout=10)
+    except (OSError, ValueError) as error:
+        raise InputError("--dask", f"can't reach {address!r}: {error}", "give the scheduler's address, tcp://host:8786") from None
+    with client:
+        workers = sum(client.nthreads().values())
+        yield client.get_executor(), max(workers, 1)
+
+
+@contextmanager
+def _progress(total: int) -> Iterator[Callable[[Summary], None]]:
+    """A line on stderr with the rate so far, if that is a terminal."""
+    if not sys.stderr.isatty():
+        yield lambda summary: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("runs", total=total or None)
+
+        def tick(summary: Summary) -> None:
+            rate = summary.runs / max(summary.seconds, 1e-9)
+            bar.update(task, completed=summary.runs, description=f"{rate:.0f} runs/s, {summary.failures} failures")
+
+        yield tick
+
+
+# -- what came of it ---------------------------------------------------------------------------------------------
+
+
+def _report(summary: Summary, options: dict[str, Any]) -> None:
+    """Write the examples, then say what was found; examples that are shown are those that are written."""
+    groups = summary.ranked()
+    paths = _write_examples(options["out"], groups) if options["out"] is not None else []
+    text = _as_json(summary, groups, paths)
+    write_output(options["output"], text)
+    if options["as_json"]:
+        click.echo(text, nl=False)
+        return
+    from sim.result import MEANING, OUTCOMES
+
+    counts = [f"{summary.outcomes[name]} {name}" for name in (*OUTCOMES, "error", "invalid") if name in summary.outcomes]
+    click.echo(f"{summary.runs} runs{' before the budget ended' if summary.stopped else ''}: {', '.join(counts) or 'none'}")
+    if vacuous := summary.outcomes.get("vacuous"):
+        click.echo(f"{vacuous} vacuous: {MEANING['vacuous']}; not counted as passes")
+    if summary.invalid:
+        click.echo(f"invalid, so not run: {summary.invalid}")
+    click.echo(f"{summary.failures} failures of {len(groups)} kinds" + (":" if groups else ""))
+    for index, group in enumerate(groups[:_SHOWN_GROUPS]):
+        _show_group(group, paths[index] if paths else None)
+    if len(groups) > _SHOWN_GROUPS:
+        where = "all are in " + options["out"] if paths else "--out DIR writes all of them"
+        click.echo(f"and {len(groups) - _SHOWN_GROUPS} kinds more; {where}")
+    click.echo(f"digest {summary.digest}")
+
+
+def _show_group(group: Group, path: str | None) -> None:
+    found = group.signature
+    kinds = ", ".join(found.kinds) or "no finding"
+    shape = ", ".join(group.shape)
+    click.echo(f"- {found.outcome} ×{group.count}, {found.release}, {found.mode}: {kinds} ({group.name}: {shape})")
+    click.echo(f"    kvcover replay {path}" if path else f"    {_command(group)}")
+
+
+def _command(group: Group) -> str:
+    from sim.simulate import replay_line
+
+    return replay_line(build_scenario(group.draft))
+
+
+def _as_json(summary: Summary, groups: list[Group], paths: list[str]) -> str:
+    import json
+
+    import msgspec
+
+    rows = []
+    for index, group in enumerate(groups):
+        file = paths[index] if paths else None
+        told = {"shape": list(group.shape), "count": group.count, "name": group.name, "scenario": group.draft}
+        rows.append({**msgspec.to_builtins(group.signature), **told, "file": file, "replay": _command(group)})
+    whole = {
+        "schema": 1, "runs": summary.runs, "outcomes": summary.outcomes, "failures": summary.failures,
+        "groups": rows, "digest": summary.digest, "stopped": summary.stopped,
+    }  # fmt: skip
+    return json.dumps(whole) + "\n"
+
+
+def _make_folder(path: str) -> None:
+    try:
+        Path(path).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError("--out", f"can't make {path!r}: {error.strerror}", "name a folder that you may write to") from None
+
+
+def _write_examples(folder: str, groups: list[Group]) -> list[str]:
+    """One file a group, named after its signature."""
+    from sim.explore import example_text
+
+    paths = []
+    for number, group in enumerate(groups):
+        found = group.signature
+        words = f"{number:03d}-{found.outcome}-{found.release.replace(' → other', '-skew')}-{found.mode}"
+        path = str(Path(folder) / f"{words}.toml")
+        write_output(path, example_text(group))
+        paths.append(path)
+    return paths
+
+
+# -- replay ------------------------------------------------------------------------------------------------------
+
+
+@click.command("replay")
+@click.argument("file")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
+def replay(file: str, as_json: bool) -> None:
+    """Run a scenario file that `kvcover explore` wrote and say whether the same comes of it.
+
+    Exits with 1 when the result is not what the file expects, or when its digest is not the one in the file's comments.
+    """
+    from sim.expect import disagreement
+    from sim.explore import stored_digest
+    from sim.scenario import load
+    from sim.simulate import run
+
+    scenario = build_scenario(load(file))
+    stored = stored_digest(Path(file).read_text(encoding="utf-8"))
+    try:
+        result = run(scenario)
+    except InputError:
+        raise
+    except Exception:
+        import traceback
+
+        click.echo(traceback.format_exc() + f"kvcover: {file} makes the model itself fail: report it", err=True)
+        sys.exit(1)
+    if as_json:
+        click.echo(result.to_json())
+    else:
+        from sim.show import show_result
+
+        show_result(result)
+    problem = disagreement(result, scenario.expect, check=False)
+    if not problem and stored is not None and stored != result.digest:
+        problem = f"the digest is {result.digest}, in {file} it is {stored}: another history, so another program or scenario"
+    if problem:
+        click.echo(f"kvcover: replay differs: {problem}", err=True)
+        sys.exit(1)
+    click.echo("replay agrees" + ("" if stored else "; the file holds no digest to compare with"), err=True)
