@@ -22,6 +22,8 @@ def parse_fault(text: str) -> Fault:
         return parse_key_fault(text)
     if colon and kind in EVENT_KINDS:
         return parse_event_fault(text)
+    if kind in KINDS:
+        raise FaultSyntaxError(f"{text!r} aims at nothing; use {KINDS[kind].syntax}")
     close = difflib.get_close_matches(kind.lower(), KINDS, n=1, cutoff=0.5)
     right = f"did you mean {close[0]!r}? use {KINDS[close[0]].syntax}" if close else f"choose from {', '.join(KINDS)}"
     raise FaultSyntaxError(f"no fault kind {kind!r} in {text!r}; {right}")

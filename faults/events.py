@@ -24,7 +24,7 @@ _READERS: dict[str, Any] = {
     "port": plain_int, "status": str, "fraction": plain_float, "times": plain_int, "at": str, "dp": plain_int, "pattern": str,
     "factor": plain_float, "after": plain_float,
 }  # fmt: skip
-_RANGES: dict[str, tuple[float, float]] = {
+_RANGES: dict[str, tuple[int, int]] = {
     "n": (0, 10**6), "request": (0, 4095), "layer": (0, 1023), "ms": (0, 10**9), "for": (0, 10**9), "port": (-65535, 65535),
     "times": (1, 10**6), "dp": (0, 255), "factor": (1, 10**6), "after": (0, 10**9),
 }  # fmt: skip
@@ -189,7 +189,7 @@ def _unfit(name: str, value: Any) -> str:
     """Why a parameter can't have this value; empty if it can."""
     if name in _RANGES:
         low, high = _RANGES[name]
-        return "" if low <= value <= high else f"{name}={value:g} is out of range; use {low:g} to {high:g}"
+        return "" if low <= value <= high else f"{name}={_plain(value)} is out of range; use {low} to {high}"
     if name == "fraction" and not 0 < value < 1:
         return f"fraction={value:g} is out of range; use a number between 0 and 1, such as 0.5"
     if name == "pattern" and (not value or set(value) - set("fp") or len(value) > _LONGEST_PATTERN):
@@ -211,7 +211,7 @@ def parse_event_fault(text: str) -> EventFault:
     for part in parts:
         name, equals, value = part.partition("=")
         if name not in params:
-            hint = near(name, params) if params else f"use {syntax}"
+            hint = near(name, params, "it takes") if params else f"use {syntax}"
             raise FaultSyntaxError(f"{kind} takes no {name!r} in {text!r}; {hint}")
         if not equals or name in fields:
             raise FaultSyntaxError(f"can't read {part!r} in {text!r}; give {name} once, with a value")

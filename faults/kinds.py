@@ -31,11 +31,11 @@ class FaultKind(msgspec.Struct, frozen=True):
     params: tuple[str, ...] = ()
 
 
-def near(value: str, choices: Iterable[str]) -> str:
+def near(value: str, choices: Iterable[str], otherwise: str = "choose from") -> str:
     """The closest of some words, whatever their case, or all of them when none is close."""
     names = list(choices)
     close = difflib.get_close_matches(value.lower(), names, n=1, cutoff=0.4)
-    return f"did you mean {close[0]!r}?" if close else "choose from " + ", ".join(names)
+    return f"did you mean {close[0]!r}?" if close else f"{otherwise} {', '.join(names)}"
 
 
 def printable(text: str) -> bool:

@@ -112,6 +112,17 @@ def no_use_before_landing(history: History, plan: Plan) -> Verdict:
     return True, "everything landed before it was used"
 
 
+def source_held(history: History, plan: Plan) -> Verdict:
+    """Whether prefill kept its blocks until the last batch from them had landed."""
+    freed = {e.request: e.time_ns for e in history.events("freed", "reaped") if e.actor.startswith("P")}
+    if not freed:
+        return None, "prefill freed nothing"
+    for time_ns, _, source, rank, request, layer, _ in history.rows_of("wrote", "read"):
+        if source.startswith("P") and time_ns > freed.get(request, time_ns):
+            return False, f"layer {layer} of request {request} landed at {rank} after {source}'s engine had freed it"
+    return True, "blocks were kept as long as they were read"
+
+
 def dialled_is_intended(history: History, plan: Plan) -> Verdict:
     """Whether every handshake reached a rank that holds, or needs, what the dialler has."""
     dialled = [event for event in history.events("dialled") if event.actor in plan.intended]
@@ -143,6 +154,7 @@ CHECKERS: tuple[Checker, ...] = (
     Checker("told-written-needed", "ranks that need data = written = told", "vllm#41211", told_is_written_is_needed),
     Checker("completed-once", "each transfer completes once at each rank", "vllm#46290", completed_once),
     Checker("no-use-before-landing", "no byte lands after its layer was used", "vllm#48534", no_use_before_landing),
+    Checker("source-held", "prefill keeps its blocks until they have landed", "vllm#56465", source_held),
     Checker("no-stray-write", "a batch changes only cells of its own request", "vllm#48471", no_stray_write),
     Checker("dialled-is-intended", "every handshake reaches the rank that is meant", "vllm#47764", dialled_is_intended),
     Checker("every-request-ends", "every client gets an answer", "mori#655", every_request_ends),

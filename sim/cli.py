@@ -10,6 +10,7 @@ import contextlib
 import io
 import os
 import sys
+from collections.abc import Iterator
 from importlib.metadata import entry_points
 from typing import Any, NoReturn
 
@@ -38,22 +39,33 @@ class Commands(click.Group):
             raise InputError(f"command {short(name)}", "no such command", nearest(name, self.list_commands(ctx)))
         return super().resolve_command(ctx, args)
 
-    def invoke(self, ctx: click.Context) -> Any:
-        """As click does, but what ends a command early is left to `main`: click prints an empty line, or exits with 1.
+    def make_context(
+        self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
+    ) -> click.Context:
+        with _left_to_main():
+            return super().make_context(info_name, args, parent, **extra)
 
-        Some usage errors of click don't know their command; here it is known.
-        """
+    def invoke(self, ctx: click.Context) -> Any:
+        """As click does, but a usage error that doesn't know its command is told."""
         try:
-            return super().invoke(ctx)
+            with _left_to_main():
+                return super().invoke(ctx)
         except click.UsageError as error:
             command = self.get_command(ctx, ctx.invoked_subcommand or "")
             if error.ctx is None and command is not None:
                 error.ctx = click.Context(command, ctx, ctx.invoked_subcommand)
             raise
-        except KeyboardInterrupt:
-            raise click.Abort from None
-        except BrokenPipeError:
-            raise ReaderLeft from None
+
+
+@contextlib.contextmanager
+def _left_to_main() -> Iterator[None]:
+    """What ends a command early: click itself would print an empty line for the one, and exit with 1 for the other."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise click.Abort from None
+    except BrokenPipeError:
+        raise ReaderLeft from None
 
 
 class ReaderLeft(Exception):
@@ -73,7 +85,6 @@ def kvcover() -> None:
 def main() -> None:
     """Run the command; every expected error is one line on stderr and exit code 2."""
     _degrade_characters()
-    code: object = 0
     try:
         code = _run()
         sys.stdout.flush()
@@ -85,15 +96,16 @@ def main() -> None:
             raise
         _discard_output()
         fail(f"standard output: can't be written: {error.strerror or error}; free the disk, or use -o FILE")
-    sys.exit(code)  # type: ignore[arg-type]
+    sys.exit(code)
 
 
-def _run() -> object:
+def _run() -> int:
     """The exit code of the command."""
     try:
-        return kvcover.main(standalone_mode=False)
+        code = kvcover.main(standalone_mode=False)
+        return code if isinstance(code, int) else 0
     except SystemExit as stop:
-        return stop.code
+        return stop.code if isinstance(stop.code, int) else 0
     except InputError as error:
         fail(str(error))
     except click.exceptions.NoArgsIsHelpError as error:

@@ -290,6 +290,8 @@ class DecodeEngine:
         wanted = params.get("do_remote_prefill") and params.get("remote_block_ids") and "remote_engine_id" in params
         leg = self._read_leg(transfer, params) if wanted else None
         local = self._allocate(transfer)
+        if transfer.request.suffix_only:
+            local = local[transfer.request.decode_hit_blocks :]
         if transfer.request.external_zero and release.read_pairing != "exact":
             local = []
         self.world.clock.process(self._guarded(transfer, leg, local))

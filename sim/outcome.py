@@ -140,10 +140,16 @@ def plan_of(world: World) -> Plan:
                 intended[initiator.rank_name(dp, tp)] = reached
     return Plan(
         mode=world.mode,
-        needed={t.index: tuple(decode.rank_name(t.decode_dp, tp) for tp in range(decode.tp)) for t in world.transfers},
+        needed={t.index: tuple(decode.rank_name(t.decode_dp, tp) for tp in range(decode.tp)) for t in world.transfers if _asks(t)},
         holders={t.index: tuple(prefill.rank_name(t.prefill_dp, tp) for tp in range(prefill.tp)) for t in world.transfers},
         intended=intended,
     )
+
+
+def _asks(transfer: Transfer) -> bool:
+    """Whether decode asks prefill for any block of the request."""
+    request = transfer.request
+    return not (request.suffix_only and request.decode_hit_blocks >= request.blocks)
 
 
 def intended_peers(world: World, tp: int) -> list[int]:

@@ -279,13 +279,13 @@ def pair_head(local: list[int], remote: list[int]) -> list[tuple[int, int]]:
     return list(zip(local, remote, strict=False))
 
 
-def read_pair_exact(local: list[int], remote: list[int]) -> list[tuple[int, int]]:
+def read_pair_exact(local: list[int], remote: list[int], skipped: int) -> list[tuple[int, int]]:
     if len(local) > len(remote):
         raise PeerRefusal("AssertionError", "more local than remote blocks")
     return pair_equal(local, remote)
 
 
-def read_pair_remote_tail_as_local(local: list[int], remote: list[int]) -> list[tuple[int, int]]:
+def read_pair_remote_tail_as_local(local: list[int], remote: list[int], skipped: int) -> list[tuple[int, int]]:
     """A shorter local list is *replaced* by the tail of the remote one: foreign blocks are overwritten (vllm#48471)."""
     if len(local) > len(remote):
         raise PeerRefusal("AssertionError", "more local than remote blocks")
@@ -294,14 +294,14 @@ def read_pair_remote_tail_as_local(local: list[int], remote: list[int]) -> list[
     return list(zip(local, remote, strict=False))
 
 
-def read_pair_head(local: list[int], remote: list[int]) -> list[tuple[int, int]]:
+def read_pair_head(local: list[int], remote: list[int], skipped: int) -> list[tuple[int, int]]:
     """A shorter local list is paired with the head of the remote one: shifted by the prefix (0.30)."""
     if len(local) > len(remote):
         raise PeerRefusal("AssertionError", "more local than remote blocks")
     return list(zip(local, remote, strict=False))
 
 
-def read_pair_suffix(local: list[int], remote: list[int]) -> list[tuple[int, int]]:
+def read_pair_suffix(local: list[int], remote: list[int], skipped: int) -> list[tuple[int, int]]:
     """A shorter local list is the suffix that the prefix cache lacks; one lookahead block too many is cut (0.31+)."""
     if len(local) > len(remote) + 1:
         raise PeerRefusal("ValueError", f"{len(local)} local blocks and only {len(remote)} remote blocks")
@@ -309,9 +309,9 @@ def read_pair_suffix(local: list[int], remote: list[int]) -> list[tuple[int, int
     return list(zip(local, remote[len(remote) - len(local) :], strict=True))
 
 
-def read_pair_by_position(local: list[int], remote: list[int]) -> list[tuple[int, int]]:
-    """Block i of the prompt with block i of the prompt; what either side allocated beyond it stays out."""
-    return list(zip(local, remote, strict=False))
+def read_pair_by_position(local: list[int], remote: list[int], skipped: int) -> list[tuple[int, int]]:
+    """Block i of the prompt with block i of the prompt; `skipped` blocks at its start are not asked for."""
+    return list(zip(local, remote[skipped:], strict=False))
 
 
 POLICIES: dict[str, dict[str, Policy]] = {
@@ -488,7 +488,7 @@ POLICIES: dict[str, dict[str, Policy]] = {
     },
     "pod_routing": {
         "none": Policy("DP ranks are numbered over all pods, on one host"),
-        "worker": Policy("pods by `remote_hosts` and `remote_dp_size_local`, kept on the worker, so the last one counts (vllm#51681)"),
+        "worker": Policy("pods by `remote_hosts` and `remote_dp_size_local`; the worker keeps only the last ones (vllm#51681)"),
         "task": Policy("pods by `remote_hosts` and `remote_dp_size_local`, kept with each write task (0.31+)"),
     },
     "read_done": {

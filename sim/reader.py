@@ -114,15 +114,18 @@ class Reader:
                 raise PeerRefusal("KeyError", f"no session to prefill DP rank {dp}")
             guard_size = release.call("unknown_tp_guard")(leg.peer_tp, me.tp)
             release.call("read_guard")(me.tp, guard_size, me.shape, rank.me.shape, geometry)
-            copy, entries = self._batch(target, rank, leg, list(local)) if len(local) else (None, 0)
+            skipped = transfer.request.decode_hit_blocks if transfer.request.suffix_only else 0
+            copy, entries = self._batch(target, rank, leg, list(local), skipped) if len(local) else (None, 0)
             sources.append(Source(target.tp_rank, rank, copy, entries))
         return sources
 
-    def _batch(self, target: Target, rank: PrefillRank, leg: Leg, local_blocks: list[int]) -> tuple[Copy | None, int]:
+    def _batch(self, target: Target, rank: PrefillRank, leg: Leg, local_blocks: list[int], skipped: int) -> tuple[Copy | None, int]:
         geometry, mine, theirs, contents = self.world.geometry, self.me.shape, rank.me.shape, rank.engine.contents
         if not isinstance(leg.blocks, list) or not all(isinstance(block, int) for block in leg.blocks):
             raise PeerRefusal("TypeError", f"remote_block_ids {leg.blocks!r:.40} is no list of block ids")
-        pairs = self.me.release.call("read_pairing")(local_blocks, leg.blocks)
+        pairs = self.me.release.call("read_pairing")(local_blocks, leg.blocks, skipped)
+        if not pairs:
+            return None, 0
         local, remote = (np.array(side, dtype=np.int64) for side in zip(*pairs, strict=True))
         self._check_bounds(local, remote, mine.num_blocks, theirs.num_blocks)
         entries = geometry.planes * runs(local, remote)

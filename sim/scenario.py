@@ -88,13 +88,15 @@ class Timing(_Strict, frozen=True):
 class RequestSpec(_Strict, frozen=True):
     """One request; what is left out is filled in: ranks in turn, blocks from the pool.
 
-    `plain` carries no `kv_transfer_params`. `decode_hit_blocks` of its blocks are in decode's prefix cache.
+    `plain` carries no `kv_transfer_params`. `decode_hit_blocks` of its blocks are in decode's prefix cache;
+    with `suffix_only` the connector is handed only the others, as a scheduler that reads what it lacks would.
     `external_zero`: decode's scheduler asks for nothing from prefill, as for a request with `prompt_logprobs`.
     """
 
     arrival_ns: Nanoseconds | None = None
     plain: bool = False
     decode_hit_blocks: Annotated[int, Meta(ge=0, le=1 << 20)] = 0
+    suffix_only: bool = False
     external_zero: bool = False
     prompt_tokens: Annotated[int, Meta(ge=1, le=1 << 24)] | None = None
     prefill_dp: Annotated[int, Meta(ge=0, le=255)] | None = None
@@ -327,6 +329,8 @@ def _explain(error: msgspec.ValidationError, data: Any, struct: type[msgspec.Str
 
 
 def _in_words(problem: str, where: str) -> str:
+    if missing := re.fullmatch(r"Object missing required field `(.*)`", problem):
+        return f"it has no field {missing[1]!r}, which it needs"
     match = _EXPECTED.fullmatch(problem)
     if match is None:
         return problem[0].lower() + problem[1:].replace("`", "")
@@ -409,6 +413,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     blocks: int
     plain: bool
     decode_hit_blocks: int
+    suffix_only: bool
     external_zero: bool
     prefill_dp: int
     decode_dp: int
@@ -600,6 +605,7 @@ def _request(scenario: Scenario, index: int, spec: RequestSpec, arrival_ns: int)
         blocks=blocks,
         plain=spec.plain,
         decode_hit_blocks=spec.decode_hit_blocks,
+        suffix_only=spec.suffix_only,
         external_zero=spec.external_zero,
         prefill_dp=index % scenario.prefill.dp if spec.prefill_dp is None else spec.prefill_dp,
         decode_dp=index % scenario.decode.dp if spec.decode_dp is None else spec.decode_dp,

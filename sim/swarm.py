@@ -139,10 +139,11 @@ def _draw_requests(rng: Rng, draft: Draft) -> None:
 def _draw_kinds(rng: Rng, draft: Draft) -> None:
     """Requests that need less than all of their prompt from prefill, or nothing."""
     for spec in _specs(draft):
-        kind = pick(rng, ("usual", "plain", "hit", "zero"))
+        kind = pick(rng, ("usual", "plain", "hit", "suffix", "zero"))
         if kind == "plain":
             spec["plain"] = True
-        elif kind == "hit":
+        elif kind in ("hit", "suffix"):
+            spec["suffix_only"] = kind == "suffix"
             spec["decode_hit_blocks"] = pick(rng, range(1 + -(-(spec.get("prompt_tokens") or draft["prompt_tokens"]) // 64)))
         elif kind == "zero":
             spec["external_zero"] = True

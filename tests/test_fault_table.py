@@ -58,6 +58,8 @@ ROWS: list[tuple[str, tuple[str, ...], dict[str, Any], dict[tuple[str, ...], str
      {since("0.24.0", "0.30.0"): "corrupt", since("0.31.0"): "ok"}),
     ("F13 lookahead", (), {"mode": "read", "prefill": {"lookahead_tokens": 16}},
      {("0.24.0", "0.25.1"): "crash", since("0.26.0", "0.29.0"): "corrupt", ("0.30.0",): "ok", since("0.31.0"): "corrupt"}),
+    ("F13 prefix", (), {"mode": "read", "requests": [{"decode_hit_blocks": 8, "suffix_only": True}]},
+     {("0.24.0", "0.25.1"): "crash", since("0.26.0", "0.30.0"): "corrupt", since("0.31.0"): "ok"}),
     ("lookahead on D", (), {"mode": "read", "decode": {"lookahead_tokens": 16}},
      {since("0.24.0", "0.30.0"): "crash", since("0.31.0"): "ok"}),
     ("lookahead WRITE", (), {"prefill": {"lookahead_tokens": 16}}, {since("0.24.0", "0.31.0"): "hang", since("0.32.0"): "ok"}),

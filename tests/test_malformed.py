@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +15,9 @@ from typing import Any
 
 import pytest
 
+from sim import build, resolve
 from sim.cli import main
+from sim.scenario import set_field
 
 Case = tuple[list[str], list[str]]
 
@@ -111,6 +114,15 @@ FILES: dict[str, str | bytes] = {
     "config_no_rope.json": _config(kv_lora_rank=512),
     "config_head_text.json": _config(head_dim="x"),
     "config_head_0.json": _config(head_dim=0),
+    "config_layers_1025.json": _config(num_hidden_layers=1025),
+    "config_layers_text_1.json": _config(num_hidden_layers="1_0"),
+    "config_head_false.json": _config(head_dim=False),
+    "config_head_list.json": _config(head_dim=[]),
+    "config_kv16.json": _config(num_key_value_heads=16),
+    "config_hidden_65.json": _config(hidden_size=65),
+    # right, but not as an output
+    "s2.toml": 'mode = "write"\n',
+    "key_empty.json": '{"": 1}',
 }
 
 
@@ -132,7 +144,7 @@ def put(*fields: str) -> list[str]:
     return ["run", *(word for field in fields for word in ("--set", field))]
 
 
-COMMANDS: list[Any] = [
+COMMANDS: list[Case] = [
     (["rnu"], ["'rnu'", "did you mean 'run'"]),
     (["simulate"], ["'simulate'", "choose from", "matrix", "run"]),
     ([""], ["''", "choose from", "run"]),
@@ -156,7 +168,7 @@ COMMANDS: list[Any] = [
     (["routers", "--mode", "push"], ["--mode", "'push'", "write or read"]),
 ]
 
-OPTIONS: list[Any] = [
+OPTIONS: list[Case] = [
     (run("--release", "9.9"), ["release", "'9.9'", "choose from", "0.33.0"]),
     (run("--release", " 0.26.0"), ["release", "' 0.26.0'", "did you mean '0.26.0'"]),
     (run("--release", ""), ["release", "''", "choose from"]),
@@ -207,7 +219,7 @@ OPTIONS: list[Any] = [
     (["matrix", "--set", "prefill.tp=x"], ["prefill.tp", "'x'", "--prefill"]),
 ]
 
-FAULTS: list[Any] = [
+FAULTS: list[Case] = [
     (run("--fault", ""), ["faults[0]", "''", "drop", "set", "rename"]),
     (run("--fault", "drop"), ["faults[0]", "'drop'", "drop:KEY"]),
     (run("--fault", "drop:"), ["faults[0]", "'drop:'", "drop:KEY"]),
@@ -254,7 +266,7 @@ FAULTS: list[Any] = [
     (run("{fault_date.toml}"), ["faults[0]", "2026", "JSON"]),
 ]
 
-OVERRIDES: list[Any] = [
+OVERRIDES: list[Case] = [
     (run("--override", "ports"), ["--override", "'ports'", "FIELD=POLICY"]),
     (run("--override", "=x"), ["--override", "'=x'", "FIELD=POLICY"]),
     (run("--override", "ports="), ["overrides.ports", "''", "dp_plus_tp"]),
@@ -273,7 +285,7 @@ OVERRIDES: list[Any] = [
     (run("--override", "a.b=c"), ["overrides.a", "no such policy field", "choose from"]),
 ]
 
-SETS: list[Any] = [
+SETS: list[Case] = [
     (put("x"), ["--set", "'x'", "FIELD=VALUE"]),
     (put("=1"), ["--set", "'=1'", "FIELD=VALUE"]),
     (put("relase=0.26.0"), ["relase", "'0.26.0'", "'release'"]),
@@ -338,7 +350,7 @@ SETS: list[Any] = [
     (put("faults=" + "[" * 5000 + "]" * 5000), ["faults", "[[[", "nested"]),
 ]
 
-SCENARIOS: list[Any] = [
+SCENARIOS: list[Case] = [
     (run("{nosuch.toml}"), ["nosuch.toml", "No such file", "path of a scenario file"]),
     (run("{folder}"), ["folder", "directory", "path of a scenario file"]),
     (run("{empty.json}"), ["empty.json", "not JSON", "kvcover run --help"]),
@@ -391,7 +403,7 @@ SCENARIOS: list[Any] = [
     (run("{surrogate.json}"), ["prefill.host", "ud800", "text"]),
 ]
 
-MODELS: list[Any] = [
+MODELS: list[Case] = [
     (run("--model", "llama-3.1-8B-x"), ["model", "'llama-3.1-8B-x'", "'llama-3.1-8b'"]),
     (run("--model", "gpt-5"), ["model", "'gpt-5'", "choose from", "llama-3.1-8b"]),
     (run("--model", "layers=2"), ["model", "'layers=2'", "layers=2,kv_heads=8,head_dim=8"]),
@@ -430,7 +442,7 @@ MODELS: list[Any] = [
     (run("--model", "{config_deep.json}"), ["config_deep.json", "nested", "config.json"]),
 ]
 
-OUTPUTS: list[Any] = [
+OUTPUTS: list[Case] = [
     (run("-o", "{folder}"), ["-o", "folder", "name a file"]),
     (run("-o", "{nosuch}/out.json"), ["-o", "out.json", "folder that exists"]),
     (run("-o", "{config_ok.json}/out.json"), ["-o", "config_ok.json/out.json", "folder that exists"]),
@@ -440,7 +452,182 @@ OUTPUTS: list[Any] = [
     (run("-o", "o" * 300), ["-o", "ooo", "name a file"]),
 ]
 
-CASES = [*COMMANDS, *OPTIONS, *FAULTS, *OVERRIDES, *SETS, *SCENARIOS, *MODELS, *OUTPUTS]
+
+def shorthand(text: str) -> list[str]:
+    return ["run", "--fault", text]
+
+
+def table(**fields: Any) -> list[str]:
+    return ["run", "--set", "faults=" + json.dumps([fields])]
+
+
+_NOTICE = {"kind": "delay-notice", "target": "write_done"}
+_AT_0 = "faults[0]"
+
+# Event faults as shorthands.
+EVENTS: list[Case] = [
+    (shorthand("drop-notise:write_done"), [_AT_0, "'drop-notise'", "did you mean 'drop-notice'", "drop-notice:MESSAGE"]),
+    (shorthand("Drop-Notice:write_done"), [_AT_0, "'Drop-Notice'", "did you mean 'drop-notice'"]),
+    (shorthand("drop-notice"), [_AT_0, "'drop-notice' aims at nothing", "drop-notice:MESSAGE"]),
+    (shorthand("drop-notice:"), [_AT_0, "'drop-notice:' aims at nothing", "drop-notice:MESSAGE"]),
+    (shorthand("drop-notice:writ"), [_AT_0, "'writ'", "did you mean 'write_done'"]),
+    (shorthand("drop-notice:blob"), [_AT_0, "'blob'", "remote_blocks"]),
+    (shorthand("fail-transfer:push"), [_AT_0, "'push'", "choose from write, read"]),
+    (shorthand("delay-step:both,ms=3"), [_AT_0, "'both'", "choose from prefill, decode"]),
+    (shorthand("fail-leg:prefil"), [_AT_0, "'prefil'", "did you mean 'prefill'"]),
+    (shorthand("crash-rank:D9,ms=1"), [_AT_0, "'D9'", "choose from D0, P0"]),
+    (["run", "--decode", "32", "--fault", "crash-rank:X,ms=1"], [_AT_0, "'X'", "use P0 to P0 or D0 to D31"]),
+    (shorthand("drop-notice:write_done,to=D7"), [_AT_0, "'D7'", "choose from D0, P0"]),
+    (shorthand("drop-notice:write_done,from="), [_AT_0, "''", "choose from D0, P0"]),
+    (shorthand("drop-notice:write_done,request=3"), [_AT_0, "request 3", "0 to 0"]),
+    (shorthand("abort:5"), [_AT_0, "request 5", "0 to 0"]),
+    (shorthand("abort:x"), [_AT_0, "'x'", "abort:REQUEST"]),
+    (shorthand("abort:-1"), [_AT_0, "'-1'", "abort:REQUEST"]),
+    (shorthand("abort:٤"), [_AT_0, "'٤'", "abort:REQUEST"]),
+    (shorthand("abort:" + _DIGITS), [_AT_0, "999", "abort:REQUEST"]),
+    (shorthand("abort:0,at=later"), [_AT_0, "at='later'", "did you mean 'after'"]),
+    (shorthand("preempt:0,ms=1"), [_AT_0, "'ms'", "preempt:REQUEST"]),
+    (shorthand("drop-notice:write_done,too=D0"), [_AT_0, "'too'", "did you mean 'to'"]),
+    (shorthand("drop-notice:write_done,x=1"), [_AT_0, "'x'", "it takes from, to, n"]),
+    (shorthand("drop-notice:write_done,"), [_AT_0, "''", "it takes from, to, n"]),
+    (shorthand("drop-notice:write_done,n"), [_AT_0, "'n'", "with a value"]),
+    (shorthand("drop-notice:write_done,n=1,n=2"), [_AT_0, "'n=2'", "give n once"]),
+    (shorthand("drop-notice:write_done,n=x"), [_AT_0, "'x'", "n=1"]),
+    (shorthand("drop-notice:write_done,n=1.5"), [_AT_0, "'1.5'", "n=1"]),
+    (shorthand("drop-notice:write_done,n=1_0"), [_AT_0, "'1_0'", "n=1"]),
+    (shorthand("drop-notice:write_done,n=" + _DIGITS), [_AT_0, "999", "n=1"]),
+    (shorthand("drop-notice:write_done,n=-1"), [_AT_0, "n=-1", "0 to 1000000"]),
+    (shorthand("drop-notice:write_done,pattern=xyz"), [_AT_0, "pattern='xyz'", "fpf"]),
+    (shorthand("delay-notice:write_done"), [_AT_0, "needs 'ms'", "delay-notice:MESSAGE,ms=N"]),
+    (shorthand("delay-notice:write_done,ms=nan"), [_AT_0, "'nan'", "ms=1.5"]),
+    (shorthand("delay-notice:write_done,ms=inf"), [_AT_0, "'inf'", "ms=1.5"]),
+    (shorthand("delay-notice:write_done,ms=1e999"), [_AT_0, "ms=inf", "0 to 1000000000"]),
+    (shorthand("delay-notice:write_done,ms=-3"), [_AT_0, "ms=-3", "0 to 1000000000"]),
+    (shorthand("misroute-notice:write_done,port=99999"), [_AT_0, "port=99999", "-65535 to 65535"]),
+    (shorthand("fail-transfer:write,status=ERR_RDMA"), [_AT_0, "status='ERR_RDMA'", "ERR_RDMA_OP"]),
+    (shorthand("fail-transfer:write,layer=-1"), [_AT_0, "layer=-1", "0 to 1023"]),
+    (shorthand("partial-transfer:write,fraction=1"), [_AT_0, "fraction=1", "between 0 and 1"]),
+    (shorthand("sq-full:write,times=0"), [_AT_0, "times=0", "1 to 1000000"]),
+    (shorthand("slow-nic:D0,factor=0.5"), [_AT_0, "factor=0.5", "1 to 1000000"]),
+    (shorthand("wrong-dp:prefill,dp=-1"), [_AT_0, "dp=-1", "0 to 255"]),
+]
+
+# Faults as tables.
+TABLES: list[Case] = [
+    (table(), [_AT_0, "{}", "no kind", 'kind = "drop"']),
+    (table(target="write_done"), [_AT_0, "'target': 'write_done'", "no kind"]),
+    (table(kind=3, target="x"), ["faults[0].kind", "3", "drop-notice"]),
+    (table(kind="DROP", key="a"), ["faults[0].kind", "'DROP'", "did you mean 'drop'"]),
+    (table(kind="drop-notise", target="write_done"), ["faults[0].kind", "'drop-notise'", "did you mean 'drop-notice'"]),
+    (table(kind="drop-notice"), [_AT_0, "'kind': 'drop-notice'", "'target'"]),
+    (table(kind="drop-notice", target="write_don"), ["faults[0].target", "'write_don'", "did you mean 'write_done'"]),
+    (table(kind="drop-notice", target=3), ["faults[0].target", "3", "text"]),
+    (table(kind="abort", target=0), ["faults[0].target", "0", "text"]),
+    (table(kind="drop-notice", target="write_done", ms2=3), ["faults[0].ms2", "3", "choose from"]),
+    (table(kind="drop-notice", target="write_done", reqest=0), ["faults[0].reqest", "0", "did you mean 'request'"]),
+    (table(kind="drop-notice", target="write_done", ms=3), ["faults[0].ms", "3", "request"]),
+    (table(kind="drop-notice", target="write_done", n=1.5), ["faults[0].n", "1.5", "a whole number"]),
+    (table(kind="drop-notice", target="write_done", to=0), ["faults[0].to", "0", "text"]),
+    (table(kind="drop-notice", target="write_done", **{"from": "D5"}), [_AT_0, "'D5'", "choose from D0, P0"]),
+    (table(**_NOTICE), [_AT_0, "needs 'ms'", "delay-notice:MESSAGE,ms=N"]),
+    (table(**_NOTICE, ms="3"), ["faults[0].ms", "'3'", "a number"]),
+    (table(**_NOTICE, ms=-3), ["faults[0].ms", "-3", "0 to 1000000000"]),
+    (table(**_NOTICE, ms=float("nan")), ["faults[0].ms", "nan", "0 to 1000000000"]),
+    (table(**_NOTICE, ms=10**400), ["--set faults", "401 digits", "a plain value"]),
+    (table(kind="fail-transfer", target="write", status="X"), ["faults[0].status", "'X'", "ERR_RDMA_OP"]),
+    (table(kind="drop", key="a", to="D0"), ["faults[0].to", "'D0'", "key"]),
+    (table(kind="drop", key="a@b"), ["faults[0].key", "'a@b'", "@, # or ="]),
+    (table(kind="drop", key=3), ["faults[0].key", "3", "text"]),
+    (table(kind="drop", key="a", new="b"), ["faults[0].new", "'b'", "'rename' only"]),
+    (table(kind="rename", key="a", new="a"), ["faults[0].new", "'a'", "another name"]),
+    (table(kind="drop", key="a", requests=[0, 0]), ["faults[0].requests", "[0, 0]", "each once"]),
+    (table(kind="set", key="a", value="\ud800"), ["faults[0].value", "ud800", "text"]),
+    (table(kind="set", key="a", value=float("inf")), ["faults[0].value", "Infinity", "finite"]),
+    (put("faults=[[]]"), [_AT_0, "[]", "text or a table"]),
+    (put('faults=["drop:a", {"kind": "dorp"}]'), ["faults[1].kind", "'dorp'", "'drop'"]),
+]
+
+_FABRIC = {"write_fixed_ns": 1, "write_gb_per_s": 1, "read_fixed_ns": 1, "read_gb_per_s": 1}
+
+# Fields that came later, sizes, and numbers that only Python takes for such.
+FIELDS: list[Case] = [
+    (put("prefill.pods=0"), ["prefill.pods", "0", ">= 1"]),
+    (put("prefill.pods=x"), ["prefill.pods", "'x'", "a whole number"]),
+    (put("decode.pods=2"), ["decode.pods", "2 pods", "1 DP ranks", "divisor of 1"]),
+    (put("prefill.max_tokens_per_step=0"), ["prefill.max_tokens_per_step", "0", ">= 1"]),
+    (put("prefill.max_tokens_per_step=1.5"), ["prefill.max_tokens_per_step", "1.5", "a whole number"]),
+    (put("decode.lookahead_tokens=-1"), ["decode.lookahead_tokens", "-1", ">= 0"]),
+    (put("decode.lookahead_tokens=65537"), ["decode.lookahead_tokens", "65537", "<= 65536"]),
+    (put("decode.cuda_graphs=ful"), ["decode.cuda_graphs", "'ful'", "did you mean 'full'"]),
+    (put("decode.cuda_graphs=true"), ["decode.cuda_graphs", "True", "none or piecewise or full"]),
+    (put("decode.load_failure=retry"), ["decode.load_failure", "'retry'", "fail, recompute"]),
+    (put("decode.collectives=1"), ["decode.collectives", "1", "true or false"]),
+    (put("decode.executor_timeout_s=0"), ["decode.executor_timeout_s", "0", "> 0"]),
+    (put('requests=[{"plain": 1}]'), ["requests[0].plain", "1", "true or false"]),
+    (put('requests=[{"plane": true}]'), ["requests[0].plane", "True", "did you mean 'plain'"]),
+    (put('requests=[{"decode_hit_blocks": 17}]'), ["requests[0].decode_hit_blocks", "17", "at most 16"]),
+    (put('requests=[{"decode_hit_blocks": -1}]'), ["requests[0].decode_hit_blocks", "-1", ">= 0"]),
+    (put('requests=[{"external_zero": "no"}]'), ["requests[0].external_zero", "'no'", "true or false"]),
+    (put("workload=3"), ["workload", "3", "a table", "{concurrency = 4}"]),
+    (put("workload.rate=1"), ["workload.rate", "1", "did you mean 'rate_per_s'"]),
+    (put("workload.rate_per_s=0"), ["workload.rate_per_s", "0", ">= 0.001"]),
+    (put("workload.rate_per_s=NaN"), ["workload.rate_per_s", "nan", ">= 0.001"]),
+    (put("workload.concurrency=5000"), ["workload.concurrency", "5000", "<= 4096"]),
+    (put("rdma=deep"), ["rdma", "'deep'", "a table", "{queue_pairs = 1}"]),
+    (put("rdma.qp=1"), ["rdma.qp", "1", "queue_pairs"]),
+    (put("rdma.queue_pairs=65"), ["rdma.queue_pairs", "65", "<= 64"]),
+    (put("rdma.sq_depth=0"), ["rdma.sq_depth", "0", ">= 1"]),
+    (put("rdma.sq_wait_s=-1"), ["rdma.sq_wait_s", "-1", "> 0"]),
+    (put("fabric=3"), ["fabric", "3", "text or a table", '"cx7"']),
+    (put("fabric={}"), ["fabric", "{}", "'write_fixed_ns'"]),
+    (put("fabric.write_gb=1"), ["fabric.write_gb", "1", "did you mean 'write_gb_per_s'"]),
+    (put("fabric=" + json.dumps({**_FABRIC, "write_fixed_ns": -1})), ["fabric.write_fixed_ns", "-1", ">= 0"]),
+    (put("fabric=" + json.dumps({**_FABRIC, "read_gb_per_s": 0})), ["fabric.read_gb_per_s", "0", ">= 1e-06"]),
+    (put("fabric=" + json.dumps({**_FABRIC, "read_gb_per_s": float("nan")})), ["fabric.read_gb_per_s", "nan", ">= 1e-06"]),
+    (put("prefill.host="), ["prefill.host", "''", "without spaces", "10.0.0.1"]),
+    (put('prefill.host="a\\nb"'), ["prefill.host", "'a\\nb'", "without spaces"]),
+    (put("prefill.handshake_port=61005"), ["prefill.notify_port", "61005", "overlaps", "at least 1 apart"]),
+    (put("prefill.tp=8", "prefill.notify_port=6305"), ["prefill.notify_port", "6305", "8 from 6301 on", "at least 8 apart"]),
+    (put("expect.by_rank=[1, 1]"), ["expect.by_rank", "2 numbers", "give 1"]),
+    (put("prefill..tp=1"), ["--set prefill..tp", "''", "name a field"]),
+    (put("a\tb=1"), ["'a\\tb'", "1", "choose from"]),
+    (put("k" * 300 + "=1"), ["kkk...", "1", "choose from"]),
+    (put("prefill=[]"), ["prefill", "[]", "a table", "{tp = 4}"]),
+    (put("prefill=false"), ["prefill", "False", "a table", "{tp = 4}"]),
+    (put("decode="), ["decode", "''", "a table", "{tp = 4}"]),
+    (put('mode={"a": 1, "a": 2}'), ["--set mode", "'a'", "more than once"]),
+    (put("model=\udcff"), ["model", "udcff", "UTF-8"]),
+    (run("\udcff.toml"), ["udcff.toml", "No such file", "path of a scenario file"]),
+    (run("--prefill", "tp=٤"), ["--prefill", "'٤'", "a number such as"]),
+    (run("--seed", "1_0"), ["--seed", "'1_0'", "integer"]),
+    (run("--seed", _DIGITS), ["--seed", "999", "integer"]),
+    (run("--model", "layers=1_0,mla=8"), ["model.layers", "'1_0'", "a number such as"]),
+    (run("--model", "layers=2,mla=65536+65536"), ["model.mla", "65536+65536", "1 to 65536"]),
+    (run("--model", "{config_layers_1025.json}"), ["num_hidden_layers", "1025", "1 to 1024"]),
+    (run("--model", "{config_layers_text_1.json}"), ["num_hidden_layers", "'1_0'", "a number such as"]),
+    (run("--model", "{config_head_false.json}"), ["head_dim", "False", "a number such as"]),
+    (run("--model", "{config_head_list.json}"), ["head_dim", "[]", "a number such as"]),
+    (run("--model", "{config_kv16.json}"), ["num_key_value_heads", "16", "1 to 8"]),
+    (run("--model", "{config_hidden_65.json}"), ["hidden_size", "65", "8 attention heads", "head_dim"]),
+    (run("{key_empty.json}"), ["''", "1", "choose from"]),
+    (run("{s2.toml}", "-o", "{s2.toml}"), ["-o", "s2.toml", "overwritten", "another file"]),
+    (run("--model", "{config_ok.json}", "-o", "{config_ok.json}"), ["-o", "config_ok.json", "overwritten", "another file"]),
+    (run("-o", "/dev/null"), ["-o", "'/dev/null'", "regular file", "name a file"]),
+    (["matrix", "--set", "decode.tp=2"], ["decode.tp", "2", "--decode"]),
+    (run("--fault", "set:a=1x"), [_AT_0, "'1x'", "not JSON", '"1x"']),
+    (run("--fault", "set:a=Infinity"), ["faults[0]", "Infinity", "finite"]),
+    (run("--fault", "rename:a=a"), [_AT_0, "'a'", "another name"]),
+    (run("--fault", "drop:a#0#0"), [_AT_0, "[0, 0]", "each once"]),
+    (run("--model", "layers=1024,mla=64", "--prefill", "256", "--decode", "256", "--set", "requests=64"),
+     ["scenario", "33554688 events", "20000000", "lower requests"]),
+    (put("prompt_tokens=400000", "requests=[{}]", "prefill.max_tokens_per_step=1"), ["scenario", "events", "max_tokens_per_step"]),
+    (run("--set", "requests=4096", "--set", "workload.concurrency=1", "--prefill", "256", "--decode", "256"),
+     ["scenario", "67109120 events", "lower requests"]),
+    (run("--set", "requests=1024", "--set", "prompt_tokens=8192", "--prefill", "dp=256", "--decode", "tp=128,dp=16"),
+     ["scenario", "cells", "lower requests"]),
+]  # fmt: skip
+
+CASES = [*COMMANDS, *OPTIONS, *FAULTS, *OVERRIDES, *SETS, *SCENARIOS, *MODELS, *OUTPUTS, *EVENTS, *TABLES, *FIELDS]
 
 
 def _fill(args: list[str], folder: Path) -> list[str]:
@@ -453,8 +640,8 @@ def _fill(args: list[str], folder: Path) -> list[str]:
     return filled
 
 
-def _short_id(case: Any) -> str:
-    args, _fragments = case.values[0] if hasattr(case, "marks") else case
+def _short_id(case: Case) -> str:
+    args, _fragments = case
     text = " ".join(args)
     return (text if len(text) <= 60 else text[:57] + "...").encode("ascii", "replace").decode()
 
@@ -499,12 +686,122 @@ SUBPROCESSES: list[Case] = [
 ]
 
 
+COMMAND = [sys.executable, "-m", "sim"]
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parent.parent)}
+
+
 @pytest.mark.parametrize("case", SUBPROCESSES, ids=map(_short_id, SUBPROCESSES))
 def test_bad_input_in_a_process_of_its_own(case: Case, folder: Path, tmp_path: Path) -> None:
     args, fragments = case
-    command = [sys.executable, "-m", "sim", *_fill(args, folder)]
-    root = Path(__file__).resolve().parent.parent
-    environment = {**os.environ, "PYTHONPATH": str(root)}
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=60, check=False)
+    done = subprocess.run(
+        [*COMMAND, *_fill(args, folder)],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env=ENVIRONMENT,
+        timeout=60,
+        check=False,
+    )
     _check(done.returncode, done.stdout, done.stderr, fragments)
     assert list(tmp_path.iterdir()) == []
+
+
+# -- outputs that are there already, and a standard output that is not ---------------------------------------------
+
+
+def _kvcover(monkeypatch: pytest.MonkeyPatch, *args: str) -> object:
+    """The exit code of a command in this process."""
+    monkeypatch.setattr(sys, "argv", ["kvcover", *args])
+    with pytest.raises(SystemExit) as stop:
+        main()
+    return stop.value.code
+
+
+def test_a_pipe_stays_a_pipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    code = _kvcover(monkeypatch, "run", "-o", str(tmp_path / "pipe"))
+    captured = capsys.readouterr()
+    _check(code, captured.out, captured.err, ["-o", "pipe", "regular file", "name a file"])
+    assert stat.S_ISFIFO((tmp_path / "pipe").stat().st_mode)
+
+
+def test_a_link_stays_a_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "there.json").write_text("old")
+    (tmp_path / "link.json").symlink_to("there.json")
+    assert _kvcover(monkeypatch, "run", "-o", str(tmp_path / "link.json")) == 0
+    assert (tmp_path / "link.json").is_symlink()
+    assert json.loads((tmp_path / "there.json").read_text())["outcome"] == "ok"
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_an_input_behind_a_link_is_not_overwritten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "s.toml").write_text('mode = "read"')
+    (tmp_path / "link").symlink_to("s.toml")
+    code = _kvcover(monkeypatch, "run", str(tmp_path / "s.toml"), "-o", str(tmp_path / "link"))
+    captured = capsys.readouterr()
+    _check(code, captured.out, captured.err, ["-o", "link", "overwritten", "another file"])
+    assert (tmp_path / "s.toml").read_text() == 'mode = "read"'
+
+
+def test_a_byte_order_mark_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "s.toml").write_bytes(b'\xef\xbb\xbfmode = "read"\n')
+    assert _kvcover(monkeypatch, "run", str(tmp_path / "s.toml")) == 0
+
+
+def test_names_are_printed_as_they_are(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """rich would take one for markup and the other for the picture of a cat."""
+    assert _kvcover(monkeypatch, *put("prefill.host=[/x]a", "decode.host=fd00::cat:1")) == 0
+    out = capsys.readouterr().out
+    assert "prefill.host=[/x]a" in out
+    assert "decode.host=fd00::cat:1" in out
+
+
+@pytest.mark.parametrize("many", [("requests=512", "prefill.dp=16", "decode.dp=16"), ("requests=4096", "prompt_tokens=16")])
+def test_large_workloads_are_let_through(many: tuple[str, ...]) -> None:
+    data: dict[str, Any] = {"model": "deepseek-v3"}
+    for field in many:
+        name, _, value = field.partition("=")
+        set_field(data, name, int(value))
+    assert len(resolve(build(data)).requests) == data["requests"]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux only")
+@pytest.mark.parametrize("args", [["run"], ["run", "--json"], ["models"]], ids=" ".join)
+def test_a_full_disk_is_one_line(args: list[str]) -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [*COMMAND, *args], stdout=full, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT, timeout=60, check=False
+        )
+    _check(done.returncode, "", done.stderr, ["standard output", "No space left", "-o FILE"])
+
+
+@pytest.mark.parametrize("args", [["run"], ["run", "--json"], ["matrix"], ["--help"], ["run", "--help"]], ids=" ".join)
+def test_a_reader_that_leaves_is_no_error(args: list[str]) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as closed:
+        done = subprocess.run(
+            [*COMMAND, *args], stdout=closed, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT, timeout=60, check=False
+        )
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+@pytest.mark.parametrize(
+    "args", [["run", "--release", "0.26.0", "--prefill", "8", "--decode", "8"], ["matrix"], ["faults"]], ids=len
+)
+def test_characters_that_the_terminal_lacks(args: list[str]) -> None:
+    environment = {**ENVIRONMENT, "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run([*COMMAND, *args], capture_output=True, env=environment, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert done.stdout.isascii()
+
+
+def test_an_interrupt_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupt(*_args: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("sim.tiers.load_tier", interrupt)
+    assert _kvcover(monkeypatch, "run") == 130
+    assert capsys.readouterr() == ("", "kvcover: interrupted\n")
