@@ -33,6 +33,7 @@ EVIDENCE = {
     "report": "only the report says so; the scenario carries its kind of fault over to MoRI-IO",
 }
 Kind = TypeVar("Kind", bound=msgspec.Struct)
+_PUBLISHED = [name for name in RELEASES if name != "reference"]
 _FIXED_FIELDS = ("release", "decode_release", "expect", "schema")
 
 Share = Annotated[float, Meta(ge=0, le=1)]
@@ -61,7 +62,7 @@ class Expected(_Strict, frozen=True):
 class Variant(_Strict, frozen=True):
     """The same report with some fields of its scenario exchanged whole: a remedy, or another size."""
 
-    name: Annotated[str, Meta(min_length=1, max_length=20)]
+    name: Annotated[str, Meta(min_length=1, max_length=17)]
     why: Text
     scenario: dict[str, Any]
     expect: dict[str, Expected]
@@ -207,15 +208,15 @@ def _check_fields(struct: type[msgspec.Struct], data: Any, name: str, place: str
 
 
 def releases_of(text: str, place: str) -> list[str]:
-    """The releases that `0.24.0, 0.27.0..0.32.0` names; a range leaves out `reference`."""
-    known = list(RELEASES)
+    """The releases that `0.24.0, 0.27.0..0.32.0` names."""
+    known = _PUBLISHED
     found: list[str] = []
     for part in text.split(","):
         ends = [end.strip() for end in part.split("..")]
         for end in ends:
             if end not in known:
                 raise InputError(place, f"no release {end!r}", nearest(end, known))
-        if len(ends) > 2 or ("reference" in ends and len(ends) == 2) or known.index(ends[0]) > known.index(ends[-1]):
+        if len(ends) > 2 or known.index(ends[0]) > known.index(ends[-1]):
             raise InputError(place, f"can't read {part.strip()!r}", "write 0.27.0 or 0.27.0..0.32.0")
         found += known[known.index(ends[0]) : known.index(ends[-1]) + 1]
     return found
@@ -265,12 +266,13 @@ def _build(data: dict[str, Any], place: str) -> Scenario:
 
 def select(reports: Sequence[Report], names: Sequence[str]) -> list[Report]:
     """The reports of some ids, such as `vllm#47764` or `vllm-47764`, in the order of the corpus; all without a name."""
+    ids = [name for report in reports for name in (report.report, *report.also)]
     by_name = {name.lower().replace("#", "-"): report for report in reports for name in (report.report, *report.also)}
     wanted = []
     for name in names:
         key = name.lower().replace("#", "-").removesuffix(".toml")
         if key not in by_name:
-            raise InputError("corpus", f"no report {name!r}", nearest(name, [r for rep in reports for r in (rep.report, *rep.also)]))
+            raise InputError("corpus", f"no report {name!r}", nearest(name, ids))
         wanted.append(by_name[key])
     return [report for report in reports if not names or report in wanted]
 
@@ -310,10 +312,10 @@ def run_cases(wanted: Sequence[Case], tier: str = "model") -> list[Verdict]:
 
 def spans(releases: Iterable[str]) -> str:
     """`0.24.0, 0.27.0–0.32.0` for some releases."""
-    known, wanted = list(RELEASES), set(releases)
+    wanted = set(releases)
     runs: list[list[str]] = []
-    for before, name in zip(["", *known], known, strict=False):
-        if name in wanted and before in wanted and name != "reference":
+    for before, name in zip(["", *_PUBLISHED], _PUBLISHED, strict=False):
+        if name in wanted and before in wanted:
             runs[-1].append(name)
         elif name in wanted:
             runs.append([name])
@@ -327,9 +329,10 @@ def page() -> str:
     lines = [
         "# Public reports as scenarios",
         "",
-        "Written from `faults/corpus/` by `python -m sim.corpus`; do not edit. `kvcover corpus` runs every report for every release",
-        "that it names, `kvcover corpus vllm#47764` shows one in full, `--check` fails if anything is not as expected. What is",
-        "expected was written down by hand from the report, the released sources or measured rows, not taken from the model.",
+        "Written from `faults/corpus/` by `python -m sim.corpus`; do not edit. `kvcover corpus` runs every report for every",
+        "release that it names, `kvcover corpus vllm#47764` shows one in full, `--check` fails if anything is not as expected.",
+        "What is expected was written down by hand from the report, the released sources or measured rows, not taken from the",
+        "model.",
         "",
         f"{len(reports)} files, {measured} of them confirmed on the real connector, at least in part. Evidence of a file:",
         "",

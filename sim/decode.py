@@ -99,6 +99,7 @@ class DecodeEngine:
         self.ledger = Ledger(world.geometry, self.me.shape, self.me.tp)
         self.crashed = ""
         self.started = True
+        self._early: list[tuple[Transfer, dict[str, Any]]] = []  # legs that came before all ranks were there
         self.ranks = [DecodeRank(self, tp) for tp in range(self.me.tp)]
         self.waiting: dict[str, Transfer] = {}
         self._queue: deque[tuple[Transfer, dict[str, Any]]] = deque()  # not yet admitted: the pool is full
@@ -106,12 +107,20 @@ class DecodeEngine:
         self._failed: set[str] = set()
         self._early_failures: set[str] = set()
 
+    def start(self) -> None:
+        """All ranks are there: take what has come so far."""
+        self.started = True
+        early, self._early = self._early, []
+        for transfer, params in early:
+            self.submit(transfer, params)
+
     # -- admission --------------------------------------------------------------------------------------------
 
     def submit(self, transfer: Transfer, params: dict[str, Any]) -> None:
         """A leg arrived at the scheduler."""
         transfer.decode_dp = self.dp
         if not self.started:
+            self._early.append((transfer, params))
             return
         abort = self.world.planned_abort(transfer)
         if abort is not None and abort.at == "before":
@@ -193,6 +202,9 @@ class DecodeEngine:
         self.waiting[str(transfer_id)] = transfer
         if wanted:
             self._tell_blocks(transfer, params, transfer_id, blocks)
+        if release.decode_timer == "recv_abort_timeout":
+            limit_ns = self.world.setup.recv_abort_timeout_ns
+            self.world.clock.after(limit_ns, lambda _event: self._time_out(transfer, str(transfer_id)))
         abort = self.world.planned_abort(transfer)
         if abort is not None and abort.at == "waiting":
             after_ns = round((abort.ms or 0.0) * 1e6)
@@ -260,7 +272,9 @@ class DecodeEngine:
         if self._reports[transfer_id] < self.me.tp or self.crashed:
             return
         del self.waiting[transfer_id]
-        if transfer_id in self._failed:
+        if transfer.aborted:
+            self._close(transfer)
+        elif transfer_id in self._failed:
             self.fail(transfer, "prefill reported that its blocks never come")
         else:
             self._go(transfer)
@@ -272,6 +286,11 @@ class DecodeEngine:
             rank.look_at_all(transfer)
         step_ns = self.world.timing.decode_layer_ns * self.world.geometry.layers
         self.world.clock.after(step_ns, lambda _event: self._end(transfer))
+
+    def _time_out(self, transfer: Transfer, transfer_id: str) -> None:
+        """Nobody said that the blocks are complete, or that they never come, within the receive limit."""
+        if self.waiting.pop(transfer_id, None) is not None and not self.crashed:
+            self.fail(transfer, "the blocks did not come within the receive limit")
 
     def _note_go(self, transfer: Transfer) -> None:
         transfer.went = True
@@ -406,8 +425,9 @@ class DecodeEngine:
         """Run the forward; what each layer holds when it is used depends on the barrier."""
         clock, layers, layer_ns = self.world.clock, self.world.geometry.layers, self.world.timing.decode_layer_ns
         barrier = self._barrier()
-        if barrier == "step":
-            yield from self._await_all(landings)
+        if barrier.startswith("step") and not (yield from self._await_all(landings)):
+            self.fail(transfer, "reads still in flight at the transfer timeout")
+            return
         self._note_go(transfer)
         for layer in range(layers):
             if barrier == "per_layer":
@@ -428,7 +448,8 @@ class DecodeEngine:
             return "step" if full else "per_layer"
         return policy
 
-    def _await_all(self, landings: dict[int, Landing]) -> Generator[Any, None, None]:
+    def _await_all(self, landings: dict[int, Landing]) -> Generator[Any, None, bool]:
+        """Wait for every read of the step; False if the request fails because one takes too long."""
         clock = self.world.clock
         last = max((max(landing.done_ns) for landing in landings.values()), default=clock.now)
         wait = last + 1 - clock.now
@@ -436,8 +457,9 @@ class DecodeEngine:
             yield clock.timeout(self.world.setup.transfer_timeout_ns)
             if self.me.release.read_barrier == "step":
                 raise PeerRefusal("TransferError", "reads still in flight at the transfer timeout")
-            return
+            return self.me.release.read_barrier != "step_or_fail"
         yield clock.timeout(wait)
+        return True
 
     # -- ends -------------------------------------------------------------------------------------------------
 
@@ -504,7 +526,8 @@ class DecodeEngine:
         if transfer.ended or transfer_id not in self.waiting:
             return
         self.world.injector.note(fault)
-        del self.waiting[transfer_id]
+        if self.me.release.abort_waiting == "leak":
+            del self.waiting[transfer_id]
         transfer.aborted = True
         transfer.finish()
         self.world.log("aborted", self.name, request=transfer.index)
@@ -522,7 +545,8 @@ class DecodeEngine:
 
     def fail(self, transfer: Transfer, why: str) -> None:
         """The request ends with an error, or, if the engine is told so, is prefilled here."""
-        transfer.bad_end = transfer.bad_end or ("recomputed" if self.me.side.load_failure == "recompute" else "failed")
+        if not transfer.aborted:
+            transfer.bad_end = transfer.bad_end or ("recomputed" if self.me.side.load_failure == "recompute" else "failed")
         self._close(transfer)
         self.world.log("request_failed" if transfer.bad_end == "failed" else "recompute", self.name,
                        request=transfer.index, detail=why)  # fmt: skip

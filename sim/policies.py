@@ -389,6 +389,26 @@ POLICIES: dict[str, dict[str, Policy]] = {
         "silent": Policy("prefill frees its blocks when decode's never arrive, decode is told nothing"),
         "write_failed": Policy("prefill frees its blocks and tells decode, which fails the request (0.33.0)"),
     },
+    "sealing": {
+        "scheduled_tasks": Policy("a transfer is as many writes as were scheduled in the forward, be it all layers or not (vllm#46290)"),
+        "every_layer": Policy("a transfer is a write of every layer; with fewer it failed"),
+    },
+    "blocks_ready_again": {
+        "starts_over": Policy("decode's blocks, told a second time, start the count of writes anew, so that it never ends"),
+        "ignored": Policy("decode's blocks, told a second time, are ignored"),
+    },
+    "write_failure": {
+        "silent": Policy("a failed write ends the transfer at prefill and decode is told nothing; found in the forward, it raises"),
+        "write_failed": Policy("a failed write ends the transfer and decode is told"),
+    },
+    "decode_timer": {
+        "none": Policy("decode waits in WRITE without limit"),
+        "recv_abort_timeout": Policy("decode fails a request whose blocks do not come within the receive limit"),
+    },
+    "abort_waiting": {
+        "leak": Policy("blocks of a request aborted while waiting are never matched again"),
+        "freed": Policy("blocks of a request aborted while waiting are freed when nothing can be written any more"),
+    },
     "reaper": {
         "both_modes": Policy("prefill's scheduler frees unacknowledged blocks after the defer timeout"),
         "read_only": Policy("as before in READ; in WRITE it waits for the ranks without limit (0.33.0)"),
@@ -448,6 +468,7 @@ POLICIES: dict[str, dict[str, Policy]] = {
         "per_layer": Policy("each layer waits for its own read, but not under full CUDA graphs (vllm#48534)"),
         "per_layer_or_step": Policy("as per_layer; under full CUDA graphs the forward waits for all reads (0.31+)"),
         "step": Policy("the forward starts when every read of the step landed, and raises if one takes too long (0.33.0)"),
+        "step_or_fail": Policy("as step, but a read that takes too long fails its request"),
     },
     "recv_abort": {
         "none": Policy("decode waits for a read without limit"),

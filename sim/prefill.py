@@ -128,6 +128,7 @@ class PrefillEngine:
         self.contents: Codes = np.zeros(self.me.shape.num_blocks, dtype=np.int64)
         self.crashed = ""
         self.started = True
+        self._early: list[tuple[Transfer, dict[str, Any], Any]] = []  # legs that came before all ranks were there
         self._arrived = 0  # ranks that wait in the collective of a layer
         self._all_met = world.clock.event()
         self._died = world.clock.event()
@@ -145,6 +146,7 @@ class PrefillEngine:
         """A leg arrived; `answer` is the event that the router waits for."""
         transfer.prefill_dp = self.dp
         if not self.started:
+            self._early.append((transfer, params, answer))
             return
         if self.crashed:
             answer.succeed(None)
@@ -161,6 +163,13 @@ class PrefillEngine:
             self.known[str(self._transfer_id(transfer, params))] = transfer
         self._queue.append(Waiting(transfer, params, leg, answer))
         self._start()
+
+    def start(self) -> None:
+        """All ranks are there: take what has come so far."""
+        self.started = True
+        early, self._early = self._early, []
+        for transfer, params, answer in early:
+            self.submit(transfer, params, answer)
 
     def _start(self) -> None:
         if not self._stepping:

@@ -32,6 +32,11 @@ class ConnectorRelease(msgspec.Struct, frozen=True, kw_only=True):
     write_done_to: str
     completion: str
     expiry: str
+    sealing: str
+    blocks_ready_again: str
+    write_failure: str
+    decode_timer: str
+    abort_waiting: str
     reaper: str
     match_write: str
     match_read: str
@@ -111,6 +116,11 @@ _0_24 = ConnectorRelease(
     write_done_to="own_rank",
     completion="first_message",
     expiry="silent",
+    sealing="scheduled_tasks",
+    blocks_ready_again="starts_over",
+    write_failure="silent",
+    decode_timer="none",
+    abort_waiting="leak",
     reaper="both_modes",
     match_write="always",
     match_read="always",
@@ -238,6 +248,12 @@ _REFERENCE = msgspec.structs.replace(
     read_map="gather",
     read_guard="none",
     read_pairing="by_position",
+    read_barrier="step_or_fail",
+    sealing="every_layer",
+    blocks_ready_again="ignored",
+    write_failure="write_failed",
+    decode_timer="recv_abort_timeout",
+    abort_waiting="freed",
 )
 
 RELEASES: dict[str, ConnectorRelease] = {

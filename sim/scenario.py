@@ -198,7 +198,7 @@ def build(data: Mapping[str, Any]) -> Scenario:
         scenario = msgspec.convert(data, Scenario, strict=True)
     except msgspec.ValidationError as error:
         raise _explain(error, data, Scenario, "") from None
-    faults = tuple(str(_fault(f"faults[{index}]", given)) for index, given in enumerate(scenario.faults))
+    faults = tuple(str(fault_of(f"faults[{index}]", given)) for index, given in enumerate(scenario.faults))
     return msgspec.structs.replace(scenario, faults=faults)
 
 
@@ -467,7 +467,7 @@ def _faults(scenario: Scenario, requests: tuple[Request, ...], prefill: Endpoint
     faults = []
     for index, given in enumerate(scenario.faults):
         place = f"faults[{index}]"
-        fault = _fault(place, given)
+        fault = fault_of(place, given)
         if isinstance(fault, KeyFault):
             named = list(fault.requests or ())
         else:
@@ -480,7 +480,7 @@ def _faults(scenario: Scenario, requests: tuple[Request, ...], prefill: Endpoint
     return tuple(faults)
 
 
-def _fault(place: str, given: dict[str, Any] | str) -> Fault:
+def fault_of(place: str, given: dict[str, Any] | str) -> Fault:
     """A fault written as a shorthand or as a table."""
     try:
         return parse_fault(given) if isinstance(given, str) else _fault_in_table(place, given)

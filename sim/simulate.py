@@ -7,7 +7,6 @@ import time
 
 import msgspec
 
-from faults import KeyFault
 from sim.checkers import check_all
 from sim.errors import InputError
 from sim.findings import find
@@ -22,7 +21,7 @@ from sim.outcome import (
     transfer_times,
 )
 from sim.result import FaultFired, Result, worst
-from sim.scenario import Scenario, Setup, resolve
+from sim.scenario import Scenario, Setup, fault_of, resolve
 from sim.world import World
 
 
@@ -100,7 +99,7 @@ def replay_line(scenario: Scenario) -> str:
         for key, value in side.items():
             words += ["--set", f"{name}.{key}={_value(value)}"]
     for fault in fields.pop("faults", ()):
-        words += ["--fault", fault if isinstance(fault, str) else str(msgspec.convert(fault, KeyFault))]
+        words += ["--fault", fault if isinstance(fault, str) else str(fault_of("faults", fault))]
     for key in ("release", "decode_release", "mode", "model", "router", "seed"):
         if key in fields:
             words += [f"--{key.replace('_', '-')}", str(fields.pop(key))]

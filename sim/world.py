@@ -92,7 +92,8 @@ class World:
                     self._bind(engine, rank)
                 else:
                     self.injector.note(fault)
-                    self.clock.after(_ns(fault.ms), lambda _event, e=engine, r=rank: self._bind(e, r))  # type: ignore[misc]
+                    engine.started = False
+                    self.clock.after(_ns(fault.ms), lambda _event, e=engine, r=rank: self._bind_late(e, r))  # type: ignore[misc]
         self._plan_ranks()
         self._send_all()
         self.clock.run()
@@ -106,6 +107,12 @@ class World:
         if not self.network.bind((host, me.handshake_port + port), rank):
             engine.started = False
         self.network.bind((host, me.notify_port + port), rank)
+
+    def _bind_late(self, engine: PrefillEngine | DecodeEngine, rank: PrefillRank | DecodeRank) -> None:
+        taken = self.history.events("bind_failed")
+        self._bind(engine, rank)
+        if len(self.history.events("bind_failed")) == len(taken):
+            engine.start()
 
     def _plan_ranks(self) -> None:
         """Faults that are set up before the run: crashes, stalls, slow NICs."""

@@ -150,7 +150,9 @@ class Writer:
         """
         clock = self.world.clock
         for job in jobs:
-            if job.scheduled:
+            if self.me.release.sealing == "every_layer" and len(job.scheduled) < self._layers and not job.closed:
+                self._close_failed(job)  # no session came in time for some layer
+            elif job.scheduled:
                 job.sealed = len(job.scheduled)
         for job in jobs:
             if job.closed or job.sealed is None or job.writes_done < job.sealed:
@@ -164,9 +166,12 @@ class Writer:
     def _end_in_forward(self, job: Job) -> None:
         if job.closed:
             return
-        if job.error or job.in_flight:
+        if not job.error and not job.in_flight:
+            self._finalize(job)
+        elif self.me.release.write_failure == "silent":
             raise PeerRefusal("TransferError", job.error or "transfer timeout")
-        self._finalize(job)
+        else:
+            self._close_failed(job)
 
     def _open(self, job: Job) -> bool:
         """Map this rank onto the peer and see whether its sessions are there; else queue handshakes."""
@@ -280,6 +285,8 @@ class Writer:
         if job.closed:
             return
         if job.blocks is not None:
+            if self.me.release.blocks_ready_again == "ignored":
+                return
             self.world.log("blocks_ready_again", self.name, request=transfer.index)
         job.blocks, job.decode_dp, job.writes_done, job.wires = blocks, decode_dp, 0, None
         deferred, job.deferred = job.deferred, []
@@ -306,7 +313,7 @@ class Writer:
         for wire in job.wires:
             if wire.refusal is not None or wire.rank is None:
                 self.world.log("task_failed", self.name, request=job.transfer.index, layer=layer, detail=str(wire.refusal))
-                self._close(job)
+                self._close_failed(job)
                 return
             if wire.copy is None:
                 self._fail(job, layer, "length out of range")
@@ -443,14 +450,23 @@ class Writer:
                 if job.last_land > until:
                     clock.after(timeout_ns, lambda _event: self._give_up(job))
             return
-        if not job.error:
+        if job.error:
+            self._close_failed(job)
+        else:
             self._tell_done(job)
-        self._close(job)
+            self._close(job)
 
     def _give_up(self, job: Job) -> None:
         if not job.closed:
             self._fail(job, -1, "transfer timeout")
-            self._close(job)
+            self._close_failed(job)
+
+    def _close_failed(self, job: Job) -> None:
+        """The transfer went wrong at this rank; whether decode hears of it is up to the release."""
+        self._close(job)
+        if self.me.release.write_failure == "write_failed":
+            for target in job.targets:
+                self._notify(job, job.decode_dp, target.tp_rank, "write_failed", partial(self._say_failed, job))
 
     def _close(self, job: Job) -> None:
         """Nothing more happens for this transfer here; the rank reports it finished."""

@@ -1,0 +1,158 @@
+"""`kvcover corpus`: public fault reports as scenarios, release by release."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+import click
+
+from sim.commands.options import check_output, write_output
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+    from sim.corpus import Verdict
+
+# Four letters, so that ten releases fit a line.
+_SHORT = {"ok": "ok", "refused": "refu", "recomputed": "reco", "failed": "fail", "degraded": "degr", "leak": "leak",
+          "hang": "hang", "crash": "crsh", "corrupt": "corr", "vacuous": "vacu"}  # fmt: skip
+_NAME, _CELL = 19, 6
+
+
+@click.command("corpus")
+@click.argument("names", nargs=-1, metavar="[NAME]...")
+@click.option("--release", "releases", multiple=True, metavar="R", help="Only this release. Repeatable.")
+@click.option("--tier", default="model", show_default=True, metavar="T", help="Where to run: model or connector.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object a run instead of tables.")
+@click.option("-o", "--output", metavar="FILE", help="Write the JSON to a file as well.")
+@click.option("--check", is_flag=True, help="Exit with 1 if anything is not as expected.")
+def command(names: tuple[str, ...], releases: tuple[str, ...], tier: str, as_json: bool, output: str | None, check: bool) -> None:
+    """Run public fault reports on every release and say which are as bad, or as good, as they should be.
+
+    NAME is the id of a report, such as vllm#47764; with names, each report is shown in full.
+    """
+    check_output(output)
+    from sim.corpus import cases, load_corpus, run_cases, select
+    from sim.errors import InputError
+    from sim.releases import get_release
+
+    wanted = select(load_corpus(), names)
+    chosen = [get_release(name, "--release").name for name in releases]
+    planned = list(cases(wanted, chosen))
+    if not planned:
+        raise InputError("--release", f"none of these reports says anything about {', '.join(chosen)}", "name another release")
+    verdicts = run_cases(planned, tier)
+    import msgspec
+
+    lines = "".join(msgspec.json.encode(verdict.to_dict()).decode() + "\n" for verdict in verdicts)
+    write_output(output, lines)
+    if as_json:
+        click.echo(lines, nl=False)
+    else:
+        (_show_reports if names else _show_table)(verdicts)
+        _show_sum(verdicts, len(planned) - len(verdicts), tier)
+    wrong = sum(bool(verdict.problem) for verdict in verdicts)
+    if check and wrong:
+        click.echo(f"kvcover: check failed: {wrong} of {len(verdicts)} runs are not as expected", err=True)
+        sys.exit(1)
+
+
+def _mark(verdict: Verdict) -> str:
+    """`!` not as expected, `*` as expected and seen on the real connector too."""
+    if verdict.problem:
+        return "!"
+    return "*" if verdict.case.expected.row else ""
+
+
+def _show_table(verdicts: list[Verdict]) -> None:
+    """Reports and their variants down, releases across."""
+    from rich.text import Text
+
+    from sim.releases import RELEASES
+    from sim.show import console
+
+    out = console()
+    columns = [name for name in RELEASES if any(v.case.release == name for v in verdicts)]
+    head = [".".join(name.split(".")[:2]).rjust(_CELL - 1) + " " for name in columns]
+    out.print(Text((" " * _NAME + "".join(head)).rstrip(), style="bold"))
+    rows: dict[tuple[str, str], dict[str, Verdict]] = {}
+    for verdict in verdicts:
+        rows.setdefault((verdict.case.report.report, verdict.case.variant), {})[verdict.case.release] = verdict
+    for (report, variant), row in rows.items():
+        line = Text(f"  {variant}".ljust(_NAME) if variant else report.ljust(_NAME), style="dim" if variant else "")
+        for name in columns:
+            line.append(_cell(row.get(name)))
+        line.rstrip()
+        out.print(line)
+    seen = [name for name in _SHORT if any(v.result.outcome == name for v in verdicts)]
+    out.print("! not as expected, * as expected and seen on the real connector too, · not said")
+    out.print(", ".join(f"{_SHORT[name]} {name}" for name in seen if _SHORT[name] != name))
+
+
+def _cell(verdict: Verdict | None) -> Text:
+    from rich.text import Text
+
+    from sim.show import outcome_text
+
+    if verdict is None:
+        return Text("·".rjust(_CELL - 1) + " ")
+    word = _SHORT[verdict.result.outcome]
+    style = "reverse" if verdict.problem else outcome_text(verdict.result.outcome).style
+    return Text(" " * (_CELL - 1 - len(word))).append(word, style=style).append(_mark(verdict) or " ")
+
+
+def _show_reports(verdicts: list[Verdict]) -> None:
+    """Each report in full: what was seen, why, and what every release makes of it."""
+    from rich.text import Text
+
+    from sim.corpus import EVIDENCE, spans
+    from sim.show import console, fraction, hanging
+
+    out, report, variant = console(), "", ""
+    groups: dict[tuple[str, str, str, str, str], list[Verdict]] = {}
+    for v in verdicts:
+        key = (v.case.report.report, v.case.variant, v.result.outcome, fraction(v.result.coverage), v.problem or _mark(v))
+        groups.setdefault(key, []).append(v)
+    for (name, of, outcome, coverage, problem), group in groups.items():
+        case = group[0].case
+        if name != report:
+            out.print(Text(f"{name}  {case.report.title}", style="bold"))
+            out.print(hanging("  ", case.report.url))
+            out.print(hanging("  seen: ", case.report.seen))
+            out.print(hanging("  evidence: ", f"{case.report.evidence}: {EVIDENCE[case.report.evidence]}"))
+        if (name, of) != (report, variant):
+            out.print(hanging(f"  {of or 'why'}: ", case.why))
+        report, variant = name, of
+        said = f"{outcome}, coverage {coverage}, {_verdict(group[0], problem)}"
+        out.print(hanging(f"    {spans(v.case.release for v in group)}: ", said))
+
+
+def _verdict(verdict: Verdict, problem: str) -> str:
+    from sim.result import GOOD
+
+    if verdict.problem:
+        return f"NOT AS EXPECTED: {problem}"
+    kind = "good" if verdict.result.outcome in GOOD else "bad"
+    return f"{kind} as expected" + (", on the real connector too" if verdict.case.expected.row else "")
+
+
+def _show_sum(verdicts: list[Verdict], left_out: int, tier: str) -> None:
+    from sim.result import GOOD
+    from sim.show import console
+
+    out = console()
+    wrong = [v for v in verdicts if v.problem]
+    bad = sum(v.result.outcome not in GOOD for v in verdicts if not v.problem)
+    measured = sum(_mark(v) == "*" for v in verdicts)
+    reports = len({v.case.report.report for v in verdicts})
+    for v in wrong:
+        where = " ".join(part for part in (v.case.report.report, v.case.variant, v.case.release) if part)
+        out.print(f"! {where}: {v.problem}")
+    good = len(verdicts) - len(wrong) - bad
+    out.print(
+        f"{reports} report{'s' * (reports > 1)}, {len(verdicts)} runs: {bad} bad and {good} good as expected, "
+        f"{len(wrong)} not as expected; {measured} also on the real connector"
+    )
+    if left_out:
+        out.print(f"{left_out} runs left out: tier {tier} can't inject their faults")
