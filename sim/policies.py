@@ -390,7 +390,7 @@ POLICIES: dict[str, dict[str, Policy]] = {
         "write_failed": Policy("prefill frees its blocks and tells decode, which fails the request (0.33.0)"),
     },
     "sealing": {
-        "scheduled_tasks": Policy("a transfer is as many writes as were scheduled in the forward, be it all layers or not (vllm#46290)"),
+        "scheduled_tasks": Policy("a transfer is as many writes as the forward scheduled, all layers or not (vllm#46290)"),
         "every_layer": Policy("a transfer is a write of every layer; with fewer it failed"),
     },
     "blocks_ready_again": {

@@ -328,12 +328,14 @@ class PrefillEngine:
         self._free_if_reported(transfer)
 
     def _free_if_reported(self, transfer: Transfer) -> None:
-        if self._reports.get(transfer.index, 0) < self.me.tp or self.crashed:
+        reports = self._reports.get(transfer.index, 0)
+        if reports < self.me.tp or self.crashed:
             return
-        if transfer.index in self._finished:
+        if transfer.index not in self.pool.held:
+            if reports == self.me.tp and self.me.release.early_ack == "crash":
+                self.crash("AssertionError: finished sending for a request that is not held", transfer)
+        elif transfer.index in self._finished:
             self._free(transfer, "freed")
-        elif transfer.index not in self.pool.held and self.me.release.early_ack == "crash":
-            self.crash("AssertionError: finished sending for a request that is not held", transfer)
 
     def _free(self, transfer: Transfer, kind: str) -> None:
         if self.pool.give_back(transfer.index):

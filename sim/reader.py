@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -26,6 +27,7 @@ class Source(NamedTuple):
     rank: PrefillRank
     copy: Copy | None
     entries: int
+    again: Callable[[], Copy | None] | None = None  # the batch as it would be read now
 
 
 class Landing(NamedTuple):
@@ -115,8 +117,9 @@ class Reader:
             guard_size = release.call("unknown_tp_guard")(leg.peer_tp, me.tp)
             release.call("read_guard")(me.tp, guard_size, me.shape, rank.me.shape, geometry)
             skipped = transfer.request.decode_hit_blocks if transfer.request.suffix_only else 0
-            copy, entries = self._batch(target, rank, leg, list(local), skipped) if len(local) else (None, 0)
-            sources.append(Source(target.tp_rank, rank, copy, entries))
+            batch = partial(self._batch, target, rank, leg, list(local), skipped)
+            copy, entries = batch() if len(local) else (None, 0)
+            sources.append(Source(target.tp_rank, rank, copy, entries, lambda batch=batch: batch()[0]))  # type: ignore[misc]
         return sources
 
     def _batch(self, target: Target, rank: PrefillRank, leg: Leg, local_blocks: list[int], skipped: int) -> tuple[Copy | None, int]:
@@ -191,7 +194,9 @@ class Reader:
 
     def _land_at(self, at: int, source: Source, copy: Copy, transfer: Transfer, layer: int) -> None:
         def landed(_event: Any) -> None:
-            self.rank.land(layer, copy, transfer, source.rank.name, "read")
+            # Prefill may have given the blocks away before the NIC read them: what lands is what is there now.
+            now = source.again() if transfer.source_reused and source.again else copy
+            self.rank.land(layer, now or copy, transfer, source.rank.name, "read")
 
         clock = self.world.clock
         if at <= clock.now:
