@@ -9,7 +9,8 @@ from concurrent.futures import ProcessPoolExecutor
 
 from benchmarks.bare_simpy import bare_write
 from benchmarks.speed import seconds
-from sim.explore import Job, Summary, Swarm, explore, features_of, seed_jobs
+from sim.explore import Job, Summary, explore, seed_jobs
+from sim.swarm import Swarm, features_of
 
 P8_D8 = {
     "release": "0.27.0",
