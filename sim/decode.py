@@ -10,14 +10,13 @@ from collections import deque
 from collections.abc import Generator
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from sim.errors import PeerRefusal
 from sim.ledger import Copy, Count, Ledger, cell_copy
 from sim.legs import Leg, peer_address, pods_of, read_leg, transfer_id_of
 from sim.policies import as_int, fold
 from sim.rank import Rank
-from sim.reader import NEVER, PORTS, Landing, Reader, Source
+from sim.read_step import ReadStep
+from sim.reader import PORTS, Reader, Source
 from sim.transfer import BlockPool, Transfer
 
 if TYPE_CHECKING:
@@ -197,7 +196,7 @@ class DecodeEngine:
         nothing_needed = transfer.request.external_zero
         if nothing_needed:
             self._announce_nothing(transfer, params, transfer_id, blocks)
-            self._compute_locally(transfer)
+            self.compute_locally(transfer)
             return
         self.waiting[str(transfer_id)] = transfer
         if wanted:
@@ -280,19 +279,20 @@ class DecodeEngine:
             self._go(transfer)
 
     def _go(self, transfer: Transfer) -> None:
-        """The scheduler resumes the request: from here on it uses its cells."""
-        self._note_go(transfer)
+        """The scheduler resumes the request."""
+        self.note_go(transfer)
         for rank in self.ranks:
             rank.look_at_all(transfer)
         step_ns = self.world.timing.decode_layer_ns * self.world.geometry.layers
-        self.world.clock.after(step_ns, lambda _event: self._end(transfer))
+        self.world.clock.after(step_ns, lambda _event: self.end(transfer))
 
     def _time_out(self, transfer: Transfer, transfer_id: str) -> None:
         """Nobody said that the blocks are complete, or that they never come, within the receive limit."""
         if self.waiting.pop(transfer_id, None) is not None and not self.crashed:
             self.fail(transfer, "the blocks did not come within the receive limit")
 
-    def _note_go(self, transfer: Transfer) -> None:
+    def note_go(self, transfer: Transfer) -> None:
+        """From here on the request uses its cells."""
         transfer.went = True
         transfer.go_ns = self.world.clock.now
         self.world.log("go", self.name, request=transfer.index)
@@ -321,145 +321,9 @@ class DecodeEngine:
 
     def _guarded(self, transfer: Transfer, leg: Leg | None, local: list[int]) -> Generator[Any, None, None]:
         try:
-            yield from self._step(transfer, leg, local)
+            yield from ReadStep(self, transfer).run(leg, local)
         except PeerRefusal as refusal:
             self.crash(str(refusal), transfer)
-
-    def _step(self, transfer: Transfer, leg: Leg | None, local: list[int]) -> Generator[Any, None, None]:
-        """The engine step in which the request runs: handshakes, reads, barrier, forward."""
-        if leg is not None and (local or not self._releases_without_session()):
-            yield from self._handshake(leg)
-        landings: dict[int, Landing] = {}
-        for rank in self.ranks:
-            if leg is None or (self.me.release.read_handshake == "lazy" and not rank.reader.agents):
-                continue  # nothing to read, or it warned that no session is there and goes on without data
-            sources = self._plan(rank, leg, transfer, local)
-            landings[rank.tp] = rank.reader.post(sources, transfer)
-            self._close_read(rank, leg, sources, transfer, landings[rank.tp])
-        if transfer.request.external_zero and not local:
-            self._compute_locally(transfer)
-            return
-        if any(landing.error for landing in landings.values()) and self.me.release.read_failure == "load_errors":
-            last = max(ns for landing in landings.values() for ns in landing.done_ns if ns < NEVER)
-            yield self.world.clock.timeout(max(last + 1 - self.world.clock.now, 1))
-            self.fail(transfer, "reads failed")
-            return
-        yield from self._use(transfer, landings)
-
-    def _plan(self, rank: DecodeRank, leg: Leg, transfer: Transfer, local: list[int]) -> list[Source]:
-        if not local and self._releases_without_session():
-            anyone = self.world.prefills[0].ranks[0]  # nothing is read: only the numbers count
-            return [Source(target.tp_rank, anyone, None, 0) for target in rank.reader.targets(leg)]
-        sources = rank.reader.plan(leg, transfer, local)
-        own = set(local)
-        for source in sources:
-            if source.copy is not None and self.me.release.read_pairing == "remote_tail_as_local":
-                cells = source.copy.where // self.me.shape.heads % self.me.shape.num_blocks
-                transfer.own_blocks_only &= source.copy.by_unit or set(np.unique(cells).tolist()) <= own
-        return sources
-
-    def _releases_without_session(self) -> bool:
-        """Whether a read of nothing is only a release (0.31+); before it is an empty batch, which needs a session."""
-        return self.me.release.read_pairing in ("suffix", "by_position")
-
-    def _handshake(self, leg: Leg) -> Generator[Any, None, None]:
-        """Every rank handshakes with its peers; the eager kind votes, and waits for a port that nobody bound for ever."""
-        clock, eager = self.world.clock, self.me.release.read_handshake == "eager_vote"
-        dials, dead = 0, False
-        for rank in self.ranks:
-            reader, known = rank.reader, len(rank.reader.agents)
-            try:
-                keys = reader.keys(leg)
-            except PeerRefusal as refusal:
-                raise PeerRefusal("HandshakeError" if eager else "KeyError", f"no session to prefill: {refusal.text}") from None
-            while not reader.dial(leg, keys):
-                if not eager:
-                    dead = True
-                    break
-                yield from self._wait_for_port(rank)
-                keys = reader.keys(leg)
-            dials = max(dials, len(reader.agents) - known)
-        wait = self.world.setup.transfer_timeout_ns if dead else dials * self.world.timing.handshake_ns
-        if wait:
-            yield clock.timeout(wait)
-
-    def _wait_for_port(self, rank: DecodeRank) -> Generator[Any, None, None]:
-        """The step stands still until somebody binds the port, or the executor loses patience."""
-        clock, bound = self.world.clock, self.world.clock.event()
-        assert rank.reader.dead is not None
-        self.world.log("stalled", rank.name, detail="handshake vote")
-
-        def was_bound() -> None:
-            bound.succeed()
-
-        self.world.network.when_bound(rank.reader.dead, was_bound)
-        limit_s = self.me.side.executor_timeout_s
-        if limit_s is None:
-            yield bound
-            return
-        yield bound | clock.timeout(round(limit_s * 1e9))
-        if not bound.triggered:
-            raise PeerRefusal("TimeoutError", f"the executor waited {limit_s:g} s for a step")
-
-    def _close_read(self, rank: DecodeRank, leg: Leg, sources: list[Source], transfer: Transfer, landing: Landing) -> None:
-        """When the read counts as done: note it and release prefill's blocks. A refused read releases as well."""
-        clock, release = self.world.clock, self.me.release
-        at = landing.done_ns[-1] if release.read_done == "last_layer" else max(landing.done_ns)
-        limited = release.recv_abort == "silent" and at - clock.now > self.world.setup.recv_abort_timeout_ns
-        if at >= NEVER or limited:
-            return  # never over, or dropped at the receive limit: prefill is told nothing
-
-        def close(_event: Any) -> None:
-            if self.crashed:
-                return
-            if not landing.error:
-                self.world.log("told", rank.name, request=transfer.index)
-            try:
-                rank.reader.send_release(leg, sources, transfer)
-            except PeerRefusal as refusal:
-                self.crash(str(refusal), transfer, rank.name)
-
-        clock.after(at - clock.now, close)
-
-    def _use(self, transfer: Transfer, landings: dict[int, Landing]) -> Generator[Any, None, None]:
-        """Run the forward; what each layer holds when it is used depends on the barrier."""
-        clock, layers, layer_ns = self.world.clock, self.world.geometry.layers, self.world.timing.decode_layer_ns
-        barrier = self._barrier()
-        if barrier.startswith("step") and not (yield from self._await_all(landings)):
-            self.fail(transfer, "reads still in flight at the transfer timeout")
-            return
-        self._note_go(transfer)
-        for layer in range(layers):
-            if barrier == "per_layer":
-                land = max((landing.done_ns[layer] for landing in landings.values()), default=clock.now)
-                if land >= clock.now:
-                    yield clock.timeout(min(land + 1 - clock.now, self.world.setup.transfer_timeout_ns))
-            for rank in self.ranks:
-                rank.look(transfer, layer)
-            yield clock.timeout(layer_ns)
-        self._end(transfer)
-
-    def _barrier(self) -> str:
-        """What the release's barrier comes to under this engine's CUDA graphs."""
-        policy, full = self.me.release.read_barrier, self.me.side.cuda_graphs == "full"
-        if policy == "per_layer" and full:
-            return "none"
-        if policy == "per_layer_or_step":
-            return "step" if full else "per_layer"
-        return policy
-
-    def _await_all(self, landings: dict[int, Landing]) -> Generator[Any, None, bool]:
-        """Wait for every read of the step; False if the request fails because one takes too long."""
-        clock = self.world.clock
-        last = max((max(landing.done_ns) for landing in landings.values()), default=clock.now)
-        wait = last + 1 - clock.now
-        if wait > self.world.setup.transfer_timeout_ns:
-            yield clock.timeout(self.world.setup.transfer_timeout_ns)
-            if self.me.release.read_barrier == "step":
-                raise PeerRefusal("TransferError", "reads still in flight at the transfer timeout")
-            return self.me.release.read_barrier != "step_or_fail"
-        yield clock.timeout(wait)
-        return True
 
     # -- ends -------------------------------------------------------------------------------------------------
 
@@ -468,12 +332,13 @@ class DecodeEngine:
         transfer.finish()
         self.world.log("recompute", self.name, request=transfer.index)
 
-    def _compute_locally(self, transfer: Transfer) -> None:
+    def compute_locally(self, transfer: Transfer) -> None:
         """Decode prefills by itself in blocks that it holds."""
         self._recompute(transfer)
         self._close(transfer)
 
-    def _end(self, transfer: Transfer) -> None:
+    def end(self, transfer: Transfer) -> None:
+        """The request has its tokens, unless the scheduler preempts it first."""
         if self.crashed:
             return
         if self.world.planned_for("preempt", transfer) and not transfer.preempted:
@@ -497,10 +362,10 @@ class DecodeEngine:
             return
         self._allocate(transfer)
         if self.world.mode == "read":
-            self._note_go(transfer)
+            self.note_go(transfer)
             for rank in self.ranks:
                 rank.look_at_all(transfer)
-            self._end(transfer)
+            self.end(transfer)
         # in WRITE it waits for a second load that nobody sends
 
     def _abort_before_allocation(self, transfer: Transfer, params: dict[str, Any]) -> None:

@@ -1,0 +1,164 @@
+"""The engine step in which a READ request runs at decode: handshakes, reads, what it waits for, the forward."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from sim.errors import PeerRefusal
+from sim.legs import Leg
+from sim.reader import NEVER, Landing, Source
+from sim.transfer import Transfer
+
+if TYPE_CHECKING:
+    from sim.decode import DecodeEngine, DecodeRank
+
+
+class ReadStep:
+    """One step of one request on all ranks of a decode engine. `run` is a SimPy process."""
+
+    def __init__(self, engine: DecodeEngine, transfer: Transfer) -> None:
+        self.engine = engine
+        self.transfer = transfer
+        self.world = engine.world
+        self.me = engine.me
+
+    def run(self, leg: Leg | None, local: list[int]) -> Generator[Any, None, None]:
+        """The engine step in which the request runs: handshakes, reads, barrier, forward."""
+        if leg is not None and (local or not self._releases_without_session()):
+            yield from self._handshake(leg)
+        landings: dict[int, Landing] = {}
+        for rank in self.engine.ranks:
+            if leg is None or (self.me.release.read_handshake == "lazy" and not rank.reader.agents):
+                continue  # nothing to read, or it warned that no session is there and goes on without data
+            sources = self._plan(rank, leg, local)
+            landings[rank.tp] = rank.reader.post(sources, self.transfer)
+            self._close_read(rank, leg, sources, landings[rank.tp])
+        if self.transfer.request.external_zero and not local:
+            self.engine.compute_locally(self.transfer)
+            return
+        if any(landing.error for landing in landings.values()) and self.me.release.read_failure == "load_errors":
+            last = max(ns for landing in landings.values() for ns in landing.done_ns if ns < NEVER)
+            yield self.world.clock.timeout(max(last + 1 - self.world.clock.now, 1))
+            self.engine.fail(self.transfer, "reads failed")
+            return
+        yield from self._use(landings)
+
+    def _plan(self, rank: DecodeRank, leg: Leg, local: list[int]) -> list[Source]:
+        if not local and self._releases_without_session():
+            anyone = self.world.prefills[0].ranks[0]  # nothing is read: only the numbers count
+            return [Source(target.tp_rank, anyone, None, 0) for target in rank.reader.targets(leg)]
+        sources = rank.reader.plan(leg, self.transfer, local)
+        own = set(local)
+        for source in sources:
+            if source.copy is not None and self.me.release.read_pairing == "remote_tail_as_local":
+                cells = source.copy.where // self.me.shape.heads % self.me.shape.num_blocks
+                self.transfer.own_blocks_only &= source.copy.by_unit or set(np.unique(cells).tolist()) <= own
+        return sources
+
+    def _releases_without_session(self) -> bool:
+        """Whether a read of nothing is only a release (0.31+); before it is an empty batch, which needs a session."""
+        return self.me.release.read_pairing in ("suffix", "by_position")
+
+    def _handshake(self, leg: Leg) -> Generator[Any, None, None]:
+        """Every rank handshakes with its peers; the eager kind votes, and waits for a port that nobody bound for ever."""
+        clock, eager = self.world.clock, self.me.release.read_handshake == "eager_vote"
+        dials, dead = 0, False
+        for rank in self.engine.ranks:
+            reader, known = rank.reader, len(rank.reader.agents)
+            try:
+                keys = reader.keys(leg)
+            except PeerRefusal as refusal:
+                raise PeerRefusal("HandshakeError" if eager else "KeyError", f"no session to prefill: {refusal.text}") from None
+            while not reader.dial(leg, keys):
+                if not eager:
+                    dead = True
+                    break
+                yield from self._wait_for_port(rank)
+                keys = reader.keys(leg)
+            dials = max(dials, len(reader.agents) - known)
+        wait = self.world.setup.transfer_timeout_ns if dead else dials * self.world.timing.handshake_ns
+        if wait:
+            yield clock.timeout(wait)
+
+    def _wait_for_port(self, rank: DecodeRank) -> Generator[Any, None, None]:
+        """The step stands still until somebody binds the port, or the executor loses patience."""
+        clock, bound = self.world.clock, self.world.clock.event()
+        assert rank.reader.dead is not None
+        self.world.log("stalled", rank.name, detail="handshake vote")
+
+        def was_bound() -> None:
+            bound.succeed()
+
+        self.world.network.when_bound(rank.reader.dead, was_bound)
+        limit_s = self.me.side.executor_timeout_s
+        if limit_s is None:
+            yield bound
+            return
+        yield bound | clock.timeout(round(limit_s * 1e9))
+        if not bound.triggered:
+            raise PeerRefusal("TimeoutError", f"the executor waited {limit_s:g} s for a step")
+
+    def _close_read(self, rank: DecodeRank, leg: Leg, sources: list[Source], landing: Landing) -> None:
+        """When the read counts as done: note it and release prefill's blocks. A refused read releases as well."""
+        clock, release = self.world.clock, self.me.release
+        at = landing.done_ns[-1] if release.read_done == "last_layer" else max(landing.done_ns)
+        limited = release.recv_abort == "silent" and at - clock.now > self.world.setup.recv_abort_timeout_ns
+        if at >= NEVER or limited:
+            return  # never over, or dropped at the receive limit: prefill is told nothing
+
+        def close(_event: Any) -> None:
+            if self.engine.crashed:
+                return
+            if not landing.error:
+                self.world.log("told", rank.name, request=self.transfer.index)
+            try:
+                rank.reader.send_release(leg, sources, self.transfer)
+            except PeerRefusal as refusal:
+                self.engine.crash(str(refusal), self.transfer, rank.name)
+
+        clock.after(at - clock.now, close)
+
+    def _use(self, landings: dict[int, Landing]) -> Generator[Any, None, None]:
+        """Run the forward; what each layer holds when it is used depends on the barrier."""
+        clock, layers, layer_ns = self.world.clock, self.world.geometry.layers, self.world.timing.decode_layer_ns
+        barrier = self._barrier()
+        if barrier.startswith("step") and not (yield from self._await_all(landings)):
+            self.engine.fail(self.transfer, "reads still in flight at the transfer timeout")
+            return
+        if self.engine.crashed:
+            return
+        self.engine.note_go(self.transfer)
+        for layer in range(layers):
+            if barrier == "per_layer":
+                land = max((landing.done_ns[layer] for landing in landings.values()), default=clock.now)
+                if land >= clock.now:
+                    yield clock.timeout(min(land + 1 - clock.now, self.world.setup.transfer_timeout_ns))
+            for rank in self.engine.ranks:
+                rank.look(self.transfer, layer)
+            yield clock.timeout(layer_ns)
+        self.engine.end(self.transfer)
+
+    def _barrier(self) -> str:
+        """What the release's barrier comes to under this engine's CUDA graphs."""
+        policy, full = self.me.release.read_barrier, self.me.side.cuda_graphs == "full"
+        if policy == "per_layer" and full:
+            return "none"
+        if policy == "per_layer_or_step":
+            return "step" if full else "per_layer"
+        return policy
+
+    def _await_all(self, landings: dict[int, Landing]) -> Generator[Any, None, bool]:
+        """Wait for every read of the step; False if the request fails because one takes too long."""
+        clock = self.world.clock
+        last = max((max(landing.done_ns) for landing in landings.values()), default=clock.now)
+        wait = last + 1 - clock.now
+        if wait > self.world.setup.transfer_timeout_ns:
+            yield clock.timeout(self.world.setup.transfer_timeout_ns)
+            if self.me.release.read_barrier == "step":
+                raise PeerRefusal("TransferError", "reads still in flight at the transfer timeout")
+            return self.me.release.read_barrier != "step_or_fail"
+        yield clock.timeout(wait)
+        return True
