@@ -37,21 +37,21 @@ _MODEL = ("model",)
 EVENT_KINDS: dict[str, FaultKind] = {
     kind.name: kind
     for kind in (
-        FaultKind("drop-notice", "drop-notice:MESSAGE", "notice", _BOTH, "the message never arrives", "mori#655, F8, F9", _WHEN),
+        FaultKind("drop-notice", "drop-notice:MESSAGE", "notice", _BOTH, "the message never arrives", "mori#655", _WHEN),
         FaultKind("duplicate-notice", "duplicate-notice:MESSAGE", "notice", _BOTH, "the message arrives twice, `ms` apart",
-                  "vllm#46290, F7", (*_WHEN, "ms")),
+                  "vllm#46290", (*_WHEN, "ms")),
         FaultKind("delay-notice", "delay-notice:MESSAGE,ms=N", "notice", _BOTH, "the message, and what follows on its socket, is late",
                   "vllm#51301", (*_WHEN, "ms")),
         FaultKind("reorder-notice", "reorder-notice:MESSAGE,ms=N", "notice", _BOTH, "the message alone is late: others overtake it",
                   "LMCache#1350", (*_WHEN, "ms")),
         FaultKind("poison-notice", "poison-notice:MESSAGE", "notice", _BOTH, "the message is garbage and kills the notify thread",
-                  "sglang#35965, F6", _WHEN),
+                  "sglang#35965", _WHEN),
         FaultKind("misroute-notice", "misroute-notice:MESSAGE,port=N", "notice", _BOTH, "the message goes to a port N further",
                   "vllm#53579, router#223", (*_WHEN, "port")),
         FaultKind("replay-notice", "replay-notice:MESSAGE,ms=N", "notice", _BOTH, "the message arrives again when it is stale",
                   "vllm#52234", (*_WHEN, "ms")),
         FaultKind("fail-transfer", "fail-transfer:write|read", "transfer", _BOTH, "a batch ends with an error status, nothing lands",
-                  "mori#670, F20", (*_WHEN, "layer", "status")),
+                  "mori#670", (*_WHEN, "layer", "status")),
         FaultKind("partial-transfer", "partial-transfer:write|read,fraction=X", "transfer", _BOTH,
                   "only part of a batch lands, then it fails", "nixl#2107", (*_WHEN, "layer", "fraction")),
         FaultKind("delay-transfer", "delay-transfer:write|read,ms=N", "transfer", _BOTH, "a batch lands late", "vllm#48534",
@@ -74,11 +74,11 @@ EVENT_KINDS: dict[str, FaultKind] = {
         FaultKind("stall-rank", "stall-rank:RANK,ms=N,for=N", "rank", _BOTH, "the rank stands still for a while", "vllm#46332",
                   ("ms", "for")),
         FaultKind("late-rank", "late-rank:RANK,ms=N", "rank", _BOTH, "the rank binds its ports late", "vllm#42839", ("ms",)),
-        FaultKind("abort", "abort:REQUEST,at=before|waiting|after", "schedule", _BOTH, "the client goes away", "vllm#46283, F19",
+        FaultKind("abort", "abort:REQUEST,at=before|waiting|after", "schedule", _BOTH, "the client goes away", "vllm#46283",
                   ("at", "ms")),
         FaultKind("preempt", "preempt:REQUEST", "schedule", _MODEL, "decode preempts the request after its load and resumes it",
                   "vllm#57705, vllm#53549", ()),
-        FaultKind("stop-at-prefill", "stop-at-prefill:REQUEST", "schedule", _MODEL, "the first token is a stop token", "F28", ()),
+        FaultKind("stop-at-prefill", "stop-at-prefill:REQUEST", "schedule", _MODEL, "the first token is a stop token", "vllm 0.24 to 0.33, by reading", ()),
         FaultKind("delay-step", "delay-step:prefill|decode,ms=N", "schedule", _MODEL, "the engine's steps are held up", "vllm#51301",
                   ("ms", "n")),
         FaultKind("fail-leg", "fail-leg:prefill|decode", "router", _MODEL, "the router fails to send a leg", "router#157",
@@ -87,7 +87,7 @@ EVENT_KINDS: dict[str, FaultKind] = {
                   "vllm#46115", ("request", "n", "ms")),
         FaultKind("wrong-dp", "wrong-dp:prefill|decode,dp=N", "router", _MODEL, "a leg goes to another DP rank than it says",
                   "llm-d-router#2094", ("request", "dp")),
-        FaultKind("stop-heartbeat", "stop-heartbeat:prefill|decode,ms=N", "registration", _MODEL, "an instance stops registering", "F24",
+        FaultKind("stop-heartbeat", "stop-heartbeat:prefill|decode,ms=N", "registration", _MODEL, "an instance stops registering", "vllm-router forgets after 5 s",
                   ("ms",)),
     )
 }  # fmt: skip
@@ -148,7 +148,7 @@ class EventFault(
             raise FaultSyntaxError(f"{self.kind} can't aim at {self.target!r}; {near(self.target, choices)}", "target")
         if "REQUEST" in kind.syntax and not _REQUEST.fullmatch(self.target):
             raise FaultSyntaxError(f"{self.kind} aims at a request number, not {self.target!r}; use {kind.syntax}", "target")
-        for needed in ("ms", "for", "port", "fraction", "factor", "dp"):
+        for needed in ("ms", "for", "port", "fraction", "factor", "dp", "at"):
             if f"{needed}=" in kind.syntax and needed not in given:
                 raise FaultSyntaxError(f"{self.kind} needs {needed!r}; use {kind.syntax}")
 

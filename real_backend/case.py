@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Literal
+
+from faults import Fault, parse_fault
 
 Mode = Literal["write", "read"]
 Side = Literal["prefill", "decode"]
@@ -83,6 +86,12 @@ class RequestCase:
     decode_leg: DecodeLeg
     prefill_dp: int = 0
     decode_dp: int = 0
+    prompt_tokens: int | None = None
+    """Whole blocks of tokens; None: as the case says."""
+
+    def blocks(self, side: Side) -> tuple[int, ...]:
+        """Return its blocks on one of the two engines."""
+        return self.prefill_blocks if side == "prefill" else self.decode_blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +101,24 @@ class Timers:
     transfer_s: float | None = None
     defer_s: float | None = None
     read_abort_s: float = 2.0
+    load: int = 0
+    """Ranks that share the machine in all, if other runs go on at the same time."""
+
+
+@dataclass(frozen=True, slots=True)
+class FaultPlan:
+    """Planned faults, in order, and the file in which all processes of a run count what they did."""
+
+    faults: tuple[Fault, ...] = ()
+    book: Path | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Faults tell a default by its identity, which a pickle loses, so they travel as people write them.
+        return _plan_from_text, (tuple(str(fault) for fault in self.faults), self.book)
+
+
+def _plan_from_text(texts: tuple[str, ...], book: Path | None) -> FaultPlan:
+    return FaultPlan(tuple(parse_fault(text) for text in texts), book)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +135,17 @@ class ConnectorCase:
     timers: Timers = field(default_factory=Timers)
     completion_delay_s: float = 0.0
     """Time from the post of a transfer to its bytes and completion; 0: both happen inside the post."""
+    plan: FaultPlan = field(default_factory=FaultPlan)
+    log_level: str = "WARNING"
+
+    def for_ranks(self, book: Path) -> ConnectorCase:
+        """Return what the ranks' processes get: without the legs, which only the router has."""
+        bare = tuple(replace(request, prefill_leg={}, decode_leg={}) for request in self.requests)
+        return replace(self, requests=bare, plan=replace(self.plan, book=book))
+
+    def tokens(self, request: int) -> int:
+        """Return the prompt tokens of a request."""
+        return self.requests[request].prompt_tokens or self.prompt_tokens
 
     @property
     def ranks(self) -> int:
@@ -117,12 +155,12 @@ class ConnectorCase:
     @property
     def transfer_timeout_s(self) -> float:
         """A healthy handshake must fit in it even when all ranks share two cores."""
-        return self.timers.transfer_s or 1.0 + 0.08 * self.ranks
+        return self.timers.transfer_s or 1.0 + 0.08 * max(self.ranks, self.timers.load)
 
     @property
     def defer_timeout_s(self) -> float:
         """How long prefill keeps blocks that nobody asks for."""
-        return self.timers.defer_s or 1.5 + 0.08 * self.ranks
+        return self.timers.defer_s or 1.5 + 0.08 * max(self.ranks, self.timers.load)
 
     def engine(self, side: Side) -> EngineSize:
         """Return the size of one of the two engines."""
@@ -141,12 +179,16 @@ class Coverage:
 
 @dataclass(frozen=True, slots=True)
 class Raised:
-    """An exception that left a call on the connector, or ended one of its threads."""
+    """An exception that left a call on the connector, or ended one of its threads.
+
+    `misfit` is the harness's own line that failed, if no line of the connector was running: then it can't drive this vLLM.
+    """
 
     rank: str
     call: str
     kind: str
     text: str
+    misfit: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +205,10 @@ class RankReport:
     read_from: dict[str, int] = field(default_factory=dict)
     failed_batches: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
+    bound: tuple[int, ...] = ()
+    dialled: tuple[int, ...] = ()
+    last_step: str = ""
+    """What it did last, or where it stands if it never came back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,8 +226,9 @@ class RequestResult:
     prefill_released: tuple[str, ...] = ()
     released_late: bool = False
     """A timer fired: a prefill rank gave its blocks back without a message, or its forward waited for a peer in vain."""
+    ended: bool = False
     held: bool = False
-    """Prefill still holds the request's blocks at the end."""
+    """An engine still holds the request's blocks at the end."""
 
     @property
     def coverage(self) -> tuple[Coverage, ...]:
@@ -200,3 +247,6 @@ class CaseResult:
     """Ranks that never came back from a step."""
     outcome: str
     seconds: float
+    fired: tuple[int, ...] = ()
+    """How often each planned fault changed something."""
+    stray: int | None = None

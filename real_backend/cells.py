@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -52,8 +52,22 @@ class Cells:
                 for slot, head in enumerate(self.heads):
                     view[plane, block, :, slot, :] = self.identity(request, position, (layer, plane, head))
 
-    def grade(self, layers: list[View], request: int, blocks: Collection[int], taken: Collection[int]) -> Coverage:
-        """Compare a request's cells with what this rank needs. `taken` are the blocks of every request on this rank."""
+    def foreign(self, layers: Sequence[View], request: int, blocks: Collection[int]) -> int:
+        """Count the cells in a request's blocks that hold content of another request."""
+        model = self.model
+        values_a_request = self.prompt_tokens * model.layers * model.planes * model.heads * model.width
+        found = 0
+        for view in layers:
+            tags = view[:, list(blocks)]
+            others = (tags != 0) & ((tags - 1) // values_a_request != request)
+            found += int(np.count_nonzero(others.any(axis=(2, 4))))
+        return found
+
+    def grade(self, layers: Sequence[View], request: int, blocks: Collection[int], taken: Collection[int] | None) -> Coverage:
+        """Compare a request's cells with what this rank needs.
+
+        `taken` are the blocks of every request on this rank; None: strays aren't looked for.
+        """
         counts = {"covered": 0, "wrong": 0, "missing": 0}
         stray = 0
         for layer, view in enumerate(layers):
@@ -62,6 +76,8 @@ class Cells:
                     for slot, head in enumerate(self.heads):
                         need = self.identity(request, position, (layer, plane, head))
                         counts[_grade_cell(view[plane, block, :, slot, :], need)] += 1
+            if taken is None:
+                continue
             others = [block for block in range(view.shape[1]) if block not in taken]
             stray += int(np.count_nonzero((view[:, others] != 0).any(axis=(2, 4))))
         total = max(1, sum(counts.values()))

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import importlib
 import queue
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from multiprocessing.connection import wait
-from types import SimpleNamespace
 from typing import Any
 
 from real_backend.case import ConnectorCase, Coverage, Leg, Raised, Side
-from real_backend.processes import Child
+from real_backend.processes import Child, ProcessDied
 from real_backend.rank import Forward, StepReport
 
 _IDLE_S = 0.004
 _LAST_WORDS_S = 0.5
+_LOOK_S = 2.0
 _DECODE_STEPS = 3
 
 
@@ -27,8 +26,10 @@ class Tracked:
 
     index: int
     request_id: str
-    state: str = "new"  # then waiting or running, then held (its blocks stay) or ended
+    state: str = "new"  # then waiting or running, then held or aborting (its blocks stay), or ended
     steps: int = 0
+    since: float = 0.0
+    """When it was admitted."""
     go: bool = False
     failed: bool = False
     recomputed: bool = False
@@ -38,6 +39,15 @@ class Tracked:
     at_go: list[Coverage] | None = None
     reported: list[str] = field(default_factory=list)
     """Ranks that reported the transfer finished, without failure, in order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """A client that goes away, planned for one request of a decode engine; `note` is called when it does."""
+
+    at: str  # before, waiting or after
+    after_s: float
+    note: Callable[[], None]
 
 
 class Engine(threading.Thread):
@@ -53,21 +63,21 @@ class Engine(threading.Thread):
         scheduler: Child,
         ranks: list[Child],
         on_response: Callable[[int, Leg], None],
+        aborts: Mapping[int, Abort],
     ) -> None:
         super().__init__(daemon=True, name=f"{side} {ranks[0].name}")
         self.case, self.side, self.ranks = case, side, ranks
         self.tracked: dict[str, Tracked] = {}
         self.raised: list[Raised] = []
         self.stalled: list[str] = []
-        self.failure: RuntimeError | None = None
+        self.failure: Exception | None = None
         self.last_progress = time.monotonic()
         self.step_started: float | None = None
         self._scheduler = scheduler
         self._on_response = on_response
+        self._aborts = dict(aborts)
         self._inbox: queue.SimpleQueue[tuple[int, str, Leg]] = queue.SimpleQueue()
         self._stopping = threading.Event()
-        utils = importlib.import_module("vllm.distributed.kv_transfer.kv_connector.utils")
-        self._aggregator = utils.KVOutputAggregator(len(ranks))
 
     def submit(self, index: int, request_id: str, leg: Leg) -> None:
         """Hand a leg to the engine; it is admitted at the next step."""
@@ -94,8 +104,17 @@ class Engine(threading.Thread):
             while not (self._stopping.is_set() or self.dead or self.stalled):
                 self._step()
                 self._stopping.wait(_IDLE_S)
-        except RuntimeError as error:  # a process is gone: no result of the connector, so it goes to the caller
+        except ProcessDied as error:
+            died = next((rank for rank in self.ranks if rank.name == error.name and rank.planned_death), None)
+            if died is None:  # no result of the connector, so it goes to the caller
+                self.failure = error
+            else:
+                self.raised.append(died.as_raised(error))
+                self._progress()
+        except Exception as error:
             self.failure = error
+        finally:
+            self.step_started = None
 
     def _progress(self) -> None:
         self.last_progress = time.monotonic()
@@ -109,9 +128,11 @@ class Engine(threading.Thread):
             if request is None:
                 return
             if request.state == "running":
-                scheduled[request.request_id] = self.case.prompt_tokens
+                scheduled[request.request_id] = self.case.tokens(request.index)
                 if not request.recomputed:  # what decode computes itself is no delivery: its cells are left alone
                     (fill if self.side == "prefill" else use).append(request.index)
+        if not self._abort_waiting():
+            return
         output = self._ask_scheduler("schedule", scheduled)
         if output is None:
             return
@@ -121,16 +142,33 @@ class Engine(threading.Thread):
             self._after_step(scheduled, use, reports)
 
     def _admit(self, index: int, request_id: str, leg: Leg) -> Tracked | None:
-        case = self.case.requests[index]
-        blocks = case.prefill_blocks if self.side == "prefill" else case.decode_blocks
+        blocks = self.case.requests[index].blocks(self.side)
         request = self.tracked[request_id] = Tracked(index, request_id)
         self._progress()
+        abort = self._aborts.get(index)
+        if abort is not None and abort.at == "before":
+            self._ask_scheduler("abort_before", request_id, leg, self.case.tokens(index))
+            abort.note()
+            request.state = "ended"
+            return None if self.dead else request
         admission = self._ask_scheduler("admit", request_id, leg, blocks)
         if admission is None:
             return None
         request.state = "waiting" if admission.wait else "running"
+        request.since = time.monotonic()
         request.recomputed = self.side == "decode" and admission.external_tokens == 0
         return request
+
+    def _abort_waiting(self) -> bool:
+        """Let clients go whose requests wait; False if that ended the engine."""
+        for request in self.tracked.values():
+            abort = self._aborts.get(request.index)
+            if abort and abort.at == "waiting" and request.state == "waiting" and time.monotonic() - request.since >= abort.after_s:
+                abort.note()
+                request.state = "aborting"  # its blocks are free when the ranks have reported, not before
+                self._ask_scheduler("finish", request.request_id, "FINISHED_ABORTED")
+                self._progress()
+        return not self.dead
 
     def _ask_scheduler(self, method: str, *arguments: Any) -> Any:
         answer = self._scheduler.call(method, *arguments)
@@ -149,12 +187,17 @@ class Engine(threading.Thread):
         deadline = self.step_started + self.step_limit_s
         while len(reports) < len(self.ranks):
             open_ranks = {rank.steps: rank for rank in self.ranks if rank.name not in reports}
-            answered = wait(list(open_ranks), timeout=max(0.0, deadline - time.monotonic()))
-            if not answered:
+            left_s = deadline - time.monotonic()
+            answered = wait(list(open_ranks), timeout=max(0.0, min(left_s, _LOOK_S)))
+            if not answered and left_s <= _LOOK_S:
                 break
+            if not answered:
+                for rank in open_ranks.values():
+                    rank.check_moving()
             for pipe in answered:
                 rank = open_ranks[pipe]  # type: ignore[index]
-                report = reports[rank.name] = rank.result()
+                answer = rank.result()
+                report = reports[rank.name] = StepReport(raised=answer) if isinstance(answer, Raised) else answer
                 if report.raised:
                     deadline = min(deadline, time.monotonic() + _LAST_WORDS_S)
         if time.monotonic() - self.step_started > self.case.transfer_timeout_s:
@@ -172,7 +215,10 @@ class Engine(threading.Thread):
         return [reports[rank.name] for rank in self.ranks]
 
     def _after_step(self, scheduled: dict[str, int], used: list[int], reports: list[StepReport]) -> None:
-        sent, received, failed = self._aggregate(reports)
+        aggregated = self._aggregate(reports)
+        if aggregated is None:
+            return
+        sent, received, failed = aggregated
         for request_id in scheduled:
             self._finish_if_over(self.tracked[request_id], used)
         for request_id in received & set(self.tracked):
@@ -183,36 +229,30 @@ class Engine(threading.Thread):
         for request_id in answer.received & set(self.tracked):
             if self.tracked[request_id].state == "running":
                 self._ask_scheduler("resume", request_id)
+            elif self.tracked[request_id].state == "aborting":
+                self.tracked[request_id].state = "ended"
+                self._progress()
         for request_id in answer.sent:
             request = self.tracked[request_id]
             request.reaped = request_id not in sent and len(request.reported) < len(self.ranks)
             request.state = "ended"
             self._progress()
 
-    def _aggregate(self, reports: list[StepReport]) -> tuple[set[str], set[str], set[str]]:
+    def _aggregate(self, reports: list[StepReport]) -> tuple[set[str], set[str], set[str]] | None:
         """Note who reported what, then let vLLM's aggregator say which requests are finished for the engine."""
-        outputs_class = importlib.import_module("vllm.v1.outputs").KVConnectorOutput
-        outputs = []
         for rank, report in zip(self.ranks, reports, strict=True):
             for request_id in (report.finished_sending | report.finished_recving) - report.failed_recving:
                 if request_id in self.tracked:
                     self.tracked[request_id].reported.append(rank.name)
             if report.finished_sending or report.finished_recving or report.invalid_blocks:
                 self._progress()
-            output = outputs_class(
-                finished_sending=report.finished_sending or None,
-                finished_recving=report.finished_recving or None,
-                invalid_block_ids=report.invalid_blocks,
-            )
-            if report.failed_recving:
-                output.failed_recving = report.failed_recving
-            outputs.append(SimpleNamespace(kv_connector_output=output))
-        result = self._aggregator.aggregate(outputs).kv_connector_output
+        result = self._ask_scheduler("aggregate", reports)
+        if result is None:
+            return None
         for request in self.tracked.values():
             blocks = set(self.case.requests[request.index].decode_blocks)
-            request.failed |= self.side == "decode" and not blocks.isdisjoint(result.invalid_block_ids)
-        failed = set(getattr(result, "failed_recving", None) or ())
-        return set(result.finished_sending or ()), set(result.finished_recving or ()), failed
+            request.failed |= self.side == "decode" and not blocks.isdisjoint(result.invalid_blocks)
+        return set(result.sent), set(result.received), set(result.failed)
 
     def _finish_if_over(self, request: Tracked, used: list[int]) -> None:
         """End a prefill leg after its one token, and a decode leg a few steps after the one that used its cells."""
@@ -224,6 +264,8 @@ class Engine(threading.Thread):
             request.steps += 1
             if request.steps < _DECODE_STEPS:
                 return
+            if (abort := self._aborts.get(request.index)) is not None and abort.at == "after":
+                abort.note()
         answer = self._ask_scheduler("finish", request.request_id, "FINISHED_LENGTH_CAPPED")
         if answer is None:
             return

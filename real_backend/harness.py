@@ -1,4 +1,4 @@
-"""Run one connector case: real connectors of one vLLM release, one process a rank, over the stand-in `mori.io`.
+"""Run connector cases: real connectors of one or two vLLM releases, one process a rank, over the stand-in `mori.io`.
 
 Real: the connector, both sides; its sockets; the model runner's connector life cycle; the executor's aggregation.
 Modelled: the scheduler's state machine, the forward pass, the router, and MoRI-IO itself. Engines keep stepping, as
@@ -7,7 +7,9 @@ engines under load do; an idle vLLM engine may not step, and then notices timers
 
 from __future__ import annotations
 
-import gc
+import contextlib
+import functools
+import itertools
 import tempfile
 import threading
 import time
@@ -17,73 +19,125 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from real_backend import rank as rank_module
-from real_backend import scheduler_side
+from faults import EventFault
+from real_backend.book import SharedInjector
 from real_backend.case import CaseResult, ConnectorCase, Leg, Raised, Side
-from real_backend.engine import Engine
-from real_backend.processes import Child, reserve_ports
+from real_backend.engine import Abort, Engine
+from real_backend.processes import Child, Ports, ProcessDied, TreeServer, reserve_ports
+from real_backend.rank_faults import RankFaults
 from real_backend.verdict import Evidence, conclude, not_started
-from real_backend.vllm_setup import ConfigFactory, Ports, has_head_axis, prepare
+from sim.errors import TierError
 
 _POLL_S = 0.01
 _SETTLE_S = 0.15
+_BIND_LIMIT_S = 0.5
 _SIDES: tuple[Side, Side] = ("prefill", "decode")
 
 
 class Harness:
-    """Holds one imported release. Make one a process; `run` any number of cases."""
+    """Holds one imported release, or two if the engines differ. `run` any number of cases, from any thread."""
 
-    def __init__(self, tree: Path, work: Path, read_abort_s: float = 2.0) -> None:
-        """Import vLLM from `tree`; `work` takes generated model folders and the children's logs."""
+    def __init__(self, tree: Path | None, work: Path, read_abort_s: float = 2.0, decode_tree: Path | None = None) -> None:
+        """Start importing vLLM from `tree` (None: the installed one); decode's comes from `decode_tree` if that is given.
+
+        `work` takes generated model folders and the processes' logs.
+        """
         self._work = work
-        prepare(tree, read_abort_s)
-        self._configs = ConfigFactory(work / "models")
+        self._runs = itertools.count()
+        first = TreeServer(tree, work, read_abort_s)
+        second = first if decode_tree is None or decode_tree == tree else TreeServer(decode_tree, work, read_abort_s)
+        self._servers: dict[Side, TreeServer] = {"prefill": first, "decode": second}
+
+    def __enter__(self) -> Harness:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End every process of it."""
+        for server in self._servers.values():
+            server.close()
+
+    def info(self, side: Side) -> dict[str, Any]:
+        """Say what an engine's tree holds; waits for the import. Raises TierError if it can't be imported."""
+        self._servers[side].await_ready()
+        return self._servers[side].info
 
     def run(self, case: ConnectorCase) -> CaseResult:
         """Run `case` from start to end; never longer than the connector's own timers plus the start.
 
-        Whatever the connector does is a result. Raises RuntimeError if a process died, OSError if no ports are free,
-        ValueError for a case that would measure the harness.
+        Whatever the connector does is a result. Raises TierError if a process died or the harness can't drive the tree,
+        OSError if no ports are free, ValueError for a case that would measure the harness.
         """
-        if case.model.layers == 1 and not case.model.mla and has_head_axis():
+        try:
+            return self._run(case)
+        except ProcessDied as error:
+            raise _as_tier_error(error) from None
+
+    def _run(self, case: ConnectorCase) -> CaseResult:
+        started = time.monotonic()
+        if case.model.layers == 1 and not case.model.mla and any(self.info(side)["head_axis"] for side in _SIDES):
             # Newer releases register a single storage as one region, and of split K and V only the first half of it.
             raise ValueError("one layer of split K and V is not what this release's model runner makes: use two layers")
-        started = time.monotonic()
-        with tempfile.TemporaryDirectory(dir=self._work) as folder, self._children(case, Path(folder)) as children:
-            problem = children.await_start(10.0 + case.ranks)
-            if problem:
-                return not_started(case, *problem, time.monotonic() - started)
-            run = _Run(case, children)
-            run.drive()
-            evidence = Evidence(case, run.engines, children.ranks, run.transfer_ids)
-            return conclude(evidence, time.monotonic() - started)
+        for side in _SIDES:
+            self._servers[side].await_ready()
+        with tempfile.TemporaryDirectory(dir=self._work) as folder, reserve_ports() as reserved:
+            book = SharedInjector(case.plan.faults, Path(folder) / "book")
+            faults = RankFaults(case, book)
+            ports = dict(zip(_SIDES, reserved, strict=True))
+            with self._children(case.for_ranks(Path(folder) / "book"), Path(folder), ports, faults) as children:
+                problem = children.await_start(10.0 + case.ranks, faults.late)
+                if problem:
+                    _refuse_misfits(problem[0])
+                    return not_started(case, *problem, time.monotonic() - started)
+                children.introduce(faults.late)
+                run = _Run(case, children, faults, book)
+                run.drive()
+                evidence = Evidence(case, run.engines, children.ranks, run.transfer_ids)
+                result = conclude(evidence, time.monotonic() - started, book.totals())
+                _refuse_misfits(list(result.raised))
+                return result
 
     @contextmanager
-    def _children(self, case: ConnectorCase, folder: Path) -> Iterator[_Children]:
-        with reserve_ports() as reserved:
-            yield from self._start(case, folder, dict(zip(_SIDES, reserved, strict=True)))
-
-    def _start(self, case: ConnectorCase, folder: Path, ports: dict[Side, Ports]) -> Iterator[_Children]:
+    def _children(self, case: ConnectorCase, folder: Path, ports: dict[Side, Ports], faults: RankFaults) -> Iterator[_Children]:
+        run = f"run {next(self._runs)}"
         # All configurations first: the children are forked from a process with one thread and everything built.
-        configs = {
-            (side, dp): self._configs.engine(case, side, dp, ports[side]) for side in _SIDES for dp in range(case.engine(side).dp)
-        }
-        gc.freeze()
+        for side in _SIDES:
+            self._servers[side].call("configure", run, case, side, list(range(case.engine(side).dp)), ports[side])
         children = _Children(ports, {}, {})
         log = self._work / "children.log"
         try:
-            for (side, dp), config in configs.items():
-                size = case.engine(side)
-                label = f"{side} scheduler {dp}"
-                children.schedulers[side, dp] = Child(label, scheduler_side.serve, (case, config), log, ask=False)
-                meeting = folder / f"{side}{dp}"
-                children.ranks[side, dp] = [
-                    Child(size.rank_name(side, dp, tp), rank_module.serve, (case, config, tp, meeting), log, ask=True)
-                    for tp in range(size.tp)
-                ]
+            for side in _SIDES:
+                for dp in range(case.engine(side).dp):
+                    self._fork_engine(run, case, (side, dp), children, folder, log, faults)
             yield children
         finally:
-            children.kill()
+            for server in set(self._servers.values()):
+                server.call("end", run)
+            for child in children.all():
+                child.close()
+
+    def _fork_engine(
+        self, run: str, case: ConnectorCase, key: tuple[Side, int], children: _Children, folder: Path, log: Path, faults: RankFaults
+    ) -> None:
+        (side, dp), size, server = key, case.engine(key[0]), self._servers[key[0]]
+        ports = children.ports
+        name = f"{side} scheduler {dp}"
+        children.schedulers[key] = Child(name, server, run, "scheduler", (side, dp, log, ports), ask=False)
+        children.ranks[key] = []
+        for tp in range(size.tp):
+            name = size.rank_name(side, dp, tp)
+            arguments = (side, dp, log, tp, folder / f"{side}{dp}", ports, faults.late.get(name, 0.0))
+            children.ranks[key].append(Child(name, server, run, "rank", arguments, ask=True))
+
+
+def _refuse_misfits(raised: list[Raised]) -> None:
+    """Raise TierError if the harness called what isn't there: then nothing that was seen says anything of the connector."""
+    for each in raised:
+        if each.misfit:
+            raise TierError("--vllm", f"the harness can't drive this vLLM: {each.misfit} (at {each.rank})",
+                            "use a release that `kvcover releases` lists, or report it")  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -95,13 +149,18 @@ class _Children:
     ranks: dict[tuple[Side, int], list[Child]]
 
     def all(self) -> list[Child]:
-        return [*self.schedulers.values(), *(rank for ranks in self.ranks.values() for rank in ranks)]
+        return [*self.schedulers.values(), *self.all_ranks()]
 
-    def await_start(self, limit_s: float) -> tuple[list[Raised], list[str]] | None:
-        """Wait until everyone is up. Otherwise return what was raised and who is not up."""
+    def all_ranks(self) -> list[Child]:
+        return [rank for ranks in self.ranks.values() for rank in ranks]
+
+    def await_start(self, limit_s: float, late: dict[str, float]) -> tuple[list[Raised], list[str]] | None:
+        """Wait until everyone is up but those that are late on purpose. Else return what was raised and who is not up."""
         deadline = time.monotonic() + limit_s
         raised, missing = [], []
         for child in self.all():
+            if child.name in late:
+                continue
             if not child.steps.poll(max(0.0, deadline - time.monotonic())):
                 missing.append(child.name)
                 continue
@@ -110,41 +169,70 @@ class _Children:
                 raised.append(answer)
         return (raised, missing) if raised or missing else None
 
-    def kill(self) -> None:
-        for child in self.all():
-            child.kill()
+    def introduce(self, late: dict[str, float]) -> None:
+        """Tell everyone which rank listens on which port. Listeners bind in threads of their own, so wait for both."""
+        present = [rank for rank in self.all_ranks() if rank.name not in late]
+        bound: dict[int, str] = {}
+        deadline = time.monotonic() + _BIND_LIMIT_S
+        for rank in present:
+            while len(ports := rank.ask("bound")) < 2 and time.monotonic() < deadline:
+                time.sleep(_POLL_S)
+            bound |= dict.fromkeys(ports, rank.name)
+        for rank in present:
+            rank.ask("meet", bound)
+        for scheduler in self.schedulers.values():
+            scheduler.call("meet", bound)
 
 
 class _Run:
     """The router's part, and the decision when a run is over."""
 
-    def __init__(self, case: ConnectorCase, children: _Children) -> None:
+    def __init__(self, case: ConnectorCase, children: _Children, faults: RankFaults, book: SharedInjector) -> None:
         self._case = case
         self._ports = children.ports
         self._lock = threading.Lock()
+        self._faults, self._book = faults, book
+        self._ranks = {rank.name: rank for rank in children.all_ranks()}
         self.transfer_ids: list[set[Any]] = [set() for _ in case.requests]
         self.engines = {
-            (side, dp): Engine(case, side, children.schedulers[side, dp], ranks, self._prefill_done)
+            (side, dp): Engine(
+                case, side, children.schedulers[side, dp], ranks, self._prefill_done, self._aborts() if side == "decode" else {}
+            )
             for (side, dp), ranks in children.ranks.items()
         }
 
     def drive(self) -> None:
         """Send the legs, then wait until every request is over or nothing moves any more."""
+        self._book.start()
+        started = time.monotonic()
+        self._faults.act(0.0, self._ranks, over=False)
         for engine in self.engines.values():
             engine.start()
-        for index, request in enumerate(self._case.requests):
-            if self._case.mode == "write":
-                self._send_decode(index, {})
-            self._send("prefill", request.prefill_dp, index, dict(request.prefill_leg))
-        while not self._over():
-            time.sleep(_POLL_S)
+        try:
+            for index, request in enumerate(self._case.requests):
+                if self._case.mode == "write":
+                    self._send_decode(index, {})
+                self._send("prefill", request.prefill_dp, index, dict(request.prefill_leg))
+            while not self._over():
+                time.sleep(_POLL_S)
+                self._faults.act(time.monotonic() - started, self._ranks, over=self._all_ended())
+                for engine in self.engines.values():
+                    if engine.failure:
+                        raise _as_tier_error(engine.failure)
+        finally:
             for engine in self.engines.values():
-                if engine.failure:
-                    raise engine.failure
-        for engine in self.engines.values():
-            engine.stop()
+                engine.stop()
+            self._faults.release(self._ranks)
         for engine in self.engines.values():
             engine.join(timeout=0.5)
+
+    def _aborts(self) -> dict[int, Abort]:
+        found: dict[int, Abort] = {}
+        for fault in self._case.plan.faults:
+            if isinstance(fault, EventFault) and fault.kind == "abort":
+                note = functools.partial(self._book.note, fault)
+                found[int(fault.target)] = Abort(fault.at or "waiting", (fault.ms or 0.0) / 1e3, note)
+        return found
 
     def _prefill_done(self, index: int, response: Leg) -> None:
         if self._case.mode == "read":
@@ -162,24 +250,37 @@ class _Run:
         with self._lock:
             self.transfer_ids[index].add(f"sidecar-{request_id}")  # what newer releases make of a missing one
             if "transfer_id" in leg:
-                self.transfer_ids[index].add(leg["transfer_id"])
+                with contextlib.suppress(TypeError):  # a list or a table, by a key fault: no message can go under it
+                    self.transfer_ids[index].add(leg["transfer_id"])
         self.engines[side, dp].submit(index, request_id, leg)
+
+    def _all_ended(self) -> bool:
+        requests = [request for engine in self.engines.values() for request in engine.tracked.values()]
+        return len(requests) == 2 * len(self._case.requests) and all(request.state == "ended" for request in requests)
 
     def _over(self) -> bool:
         now = time.monotonic()
         engines = self.engines.values()
+        if self._faults.holding:
+            return False
         for engine in engines:
             started = engine.step_started
             if started is not None and now - started > _SETTLE_S and not engine.stalled and not engine.dead:
                 return False  # a step that takes long is not a standstill, until the engine gives it up
         quiet = now - max(engine.last_progress for engine in engines)
-        requests = [request for engine in engines for request in engine.tracked.values()]
-        legs = 2 * len(self._case.requests)
-        if len(requests) == legs and all(request.state == "ended" for request in requests):
-            return quiet > _SETTLE_S
+        if self._all_ended():
+            return quiet > _SETTLE_S + self._faults.trailing_s
         return quiet > self._quiet_limit_s()
 
     def _quiet_limit_s(self) -> float:
         case = self._case
         timers = max(case.transfer_timeout_s, case.defer_timeout_s)
-        return timers + 0.6 if case.mode == "write" else max(timers, case.timers.read_abort_s) + 0.6
+        longest = timers if case.mode == "write" else max(timers, case.timers.read_abort_s)
+        return longest + 0.6 + self._faults.longest_s
+
+
+def _as_tier_error(error: Exception) -> Exception:
+    """A process that died unplanned is nothing that the connector did."""
+    if isinstance(error, ProcessDied):
+        return TierError("--tier", f"{error}, and no planned fault did it: the run says nothing", "run it again")
+    return error

@@ -51,7 +51,7 @@ class _Observed:
 
 
 @dataclass(frozen=True, slots=True)
-class _Race:
+class Race:
     """Why a result may differ between runs, the fields that depend on it, and those that a row states in their place."""
 
     why: str
@@ -59,16 +59,16 @@ class _Race:
     instead: tuple[str, ...] = ()
 
 
-_OVERWRITTEN = _Race(
+_OVERWRITTEN = Race(
     "prefill ranks with different heads write the same cells of one decode rank; the last one wins",
     ("coverage", "wrong"),
     ("covered_plus_wrong",),
 )
-_REFUSED = _Race(
+_REFUSED = Race(
     "a refused write ends prefill's step if decode's blocks came before its forward's end, else only the transfer",
     ("outcome", "prefill_released"),
 )
-_NO_BARRIER = _Race(
+_NO_BARRIER = Race(
     "decode doesn't wait for its reads: what is there when a layer is used depends on how fast they are",
     (),
     ("coverage_end",),
@@ -98,7 +98,7 @@ def _measure(harness: Harness, cell: Cell, date: str, show: bool) -> Row:
     results = [harness.run(cell.case())]
     if results[0].stalled:  # a busy machine can look like a standstill, but hardly twice
         results = [harness.run(cell.case())]
-    race = _race(cell, results[0])
+    race = race_of(cell, results[0])
     if race is _OVERWRITTEN:
         results += [harness.run(cell.case()) for _ in range(_REPEATS_OF_A_RACE - 1)]
         race = None if _never_right(results) else race
@@ -121,7 +121,7 @@ def _measure(harness: Harness, cell: Cell, date: str, show: bool) -> Row:
     return row
 
 
-def _race(cell: Cell, result: CaseResult) -> _Race | None:
+def race_of(cell: Cell, result: CaseResult) -> Race | None:
     """Say why a result of prompt transfers may differ from run to run; None if it can't."""
     if cell.mode == "write" and any(rank.failed_batches for rank in result.ranks):
         return _REFUSED
@@ -188,7 +188,7 @@ def _same(observed: Sequence[_Observed], name: str) -> Any:
     return values[0] if all(value == values[0] for value in values) else None
 
 
-def _row(cell: Cell, results: Sequence[CaseResult], race: _Race | None, date: str) -> Row:
+def _row(cell: Cell, results: Sequence[CaseResult], race: Race | None, date: str) -> Row:
     observed = [_observe(cell, result) for result in results]
     expect: Row = {}
     for name in _FIELDS:

@@ -64,7 +64,7 @@ _RENAME = ("rename:remote_tp_size=tp_size@prefill",)
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One scenario on one release. `requests` says how many, spread over decode's DP ranks."""
+    """One scenario on one release. `requests` says how many, spread over the engines' DP ranks."""
 
     release: str
     mode: Mode
@@ -100,12 +100,12 @@ class Cell:
         router = get_router(self.router, self.release)
         # Cells plan key faults only: what else may go wrong is not the legs' affair.
         faults = [fault for fault in map(parse_fault, self.faults) if isinstance(fault, KeyFault)]
-        decode_dp = index % self.decode.dp
+        prefill_dp, decode_dp = index % self.prefill.dp, index % self.decode.dp
         values = {
             "transfer_id": f"tx-{index:032x}",
             "prefill.tp": self.prefill.tp,
             "prefill.dp": self.prefill.dp,
-            "prefill.dp_rank": 0,
+            "prefill.dp_rank": prefill_dp,
             "decode.tp": self.decode.tp,
             "decode.dp": self.decode.dp,
             "decode.dp_rank": decode_dp,
@@ -115,7 +115,7 @@ class Cell:
             return apply_faults(faults, router.decode_leg(self.mode, values, response), "decode", index)[0]
 
         prefill_leg = apply_faults(faults, router.prefill_leg(self.mode, values), "prefill", index)[0]
-        return RequestCase(_PREFILL_BLOCKS[index], _DECODE_BLOCKS[index], prefill_leg, decode_leg, decode_dp=decode_dp)
+        return RequestCase(_PREFILL_BLOCKS[index], _DECODE_BLOCKS[index], prefill_leg, decode_leg, prefill_dp, decode_dp)
 
 
 def cells(release: str) -> Iterator[Cell]:

@@ -11,24 +11,28 @@ import importlib
 import logging
 import mmap
 import pickle
+import sys
 import threading
 import time
 import traceback
 from collections import defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from real_backend.case import ConnectorCase, Coverage, Raised, RankReport
+from real_backend.case import ConnectorCase, Coverage, Raised, RankReport, Side
 from real_backend.cells import Cells, View
+from real_backend.injection import Injection
+from real_backend.processes import Ports
 from real_backend.vllm_setup import EngineConfig, connector_class, has_head_axis, layer_names
 
 _VALUE_BYTES = 4
 _LAYER_S = 0.015
 """A layer takes time, so that a transfer's first task is older than its request's end, as on a real engine."""
+_SLOW_LAYERS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +57,9 @@ class StepReport:
 class Rank:
     """The state of one worker process. `tp_rank` counts within the DP rank of `config`."""
 
-    def __init__(self, case: ConnectorCase, config: EngineConfig, tp_rank: int, rendezvous: Path) -> None:
+    def __init__(
+        self, case: ConnectorCase, config: EngineConfig, tp_rank: int, rendezvous: Path, ports: dict[Side, Ports], late_s: float
+    ) -> None:
         self._case = case
         self._config = config
         self._size = case.engine(config.side)
@@ -61,14 +67,24 @@ class Rank:
         self.name = self._size.rank_name(config.side, config.dp_rank, tp_rank)
         heads = case.model.owned_heads(tp_rank, self._size.tp)
         self._cells = Cells(case.model, case.block_size, case.prompt_tokens, heads)
-        self._watch = _Watch(self.name)
+        self._injection = Injection(case, config.side, self.name, ports)
+        self._watch = _Watch(self.name, self._injection)
         self._used: dict[int, list[View]] = defaultdict(list)
+        self._steps = 0
+        self._doing = "starting"
+        self._main = threading.get_ident()
         mori_io: Any = importlib.import_module("mori.io")
         mori_io.completion_delay_s = case.completion_delay_s
+        self._injection.wrap_sockets()
+        self._injection.wrap_transfers()
         self._join_group(rendezvous)
+        time.sleep(late_s)
         self._connector = connector_class()(config.vllm, role("WORKER"), config.kv_cache)
         self._watch.listen(self._connector)
         self._caches, self._views = self._allocate()
+        self._injection.layers = [
+            (cache.data_ptr(), view.nbytes) for cache, view in zip(self._caches.values(), self._views, strict=True)
+        ]
         self._connector.register_kv_caches(self._caches)
         state: Any = importlib.import_module("vllm.distributed.kv_transfer.kv_transfer_state")
         state._KV_CONNECTOR_AGENT = self._connector  # what the model runner's mixin works on
@@ -76,6 +92,8 @@ class Rank:
     def step(self, scheduler_output: bytes, forward: Forward | None) -> StepReport:
         """Run one model step; a step without `forward` only moves KV. Never raises: the report says what was raised."""
         report = StepReport()
+        self._steps += 1
+        self._doing = f"step {self._steps}, " + ("no forward" if forward is None else "a forward")
         mixin = importlib.import_module("vllm.v1.worker.kv_connector_model_runner_mixin").KVConnectorModelRunnerMixin
         context = importlib.import_module("vllm.forward_context").set_forward_context
         try:
@@ -87,7 +105,9 @@ class Rank:
                     self._forward(forward)
         except Exception as error:  # the engine would die here; the parent decides what follows
             report.raised = raised_by(self.name, error)
+            self._doing += f", raised {type(error).__name__}"
             return report
+        self._doing += ", came back"
         if result is not None:
             report.finished_sending = set(result.finished_sending or ())
             report.finished_recving = set(result.finished_recving or ())
@@ -97,14 +117,43 @@ class Rank:
 
     def grade(self, request: int, at_use: bool) -> Coverage:
         """Compare a request's cells with what this rank needs: as they were when layers were used, or as they are now."""
-        layers = self._used[request] if at_use else self._views
+        blocks = self._case.requests[request].decode_blocks
+        if at_use:
+            return self._cells.grade(self._used[request], request, range(len(blocks)), None)
+        return self._cells.grade(self._views, request, blocks, self._taken())
+
+    def stray(self) -> int:
+        """Count cells that changed although they belong to no request, or hold another request's content."""
+        if self._config.side == "prefill":
+            return 0
+        dp = self._config.dp_rank
+        mine = [(index, each) for index, each in enumerate(self._case.requests) if each.decode_dp == dp]
+        free = self._cells.grade(self._views, 0, (), self._taken()).stray
+        return free + sum(self._cells.foreign(self._views, index, each.decode_blocks) for index, each in mine)
+
+    def meet(self, bound: dict[int, str]) -> None:
+        """Learn who listens where."""
+        self._injection.meet(bound)
+
+    def bound(self) -> tuple[int, ...]:
+        """Return the ports that this rank listens on so far."""
+        return tuple(self._injection.bound)
+
+    def _taken(self) -> set[int]:
         here = [each for each in self._case.requests if each.decode_dp == self._config.dp_rank]
-        taken = {block for each in here for block in each.decode_blocks}
-        return self._cells.grade(layers, request, self._case.requests[request].decode_blocks, taken)
+        return {block for each in here for block in each.decode_blocks}
 
     def report(self) -> RankReport:
         """Return what was seen so far."""
-        return self._watch.report()
+        return replace(self._watch.report(), last_step=self._where())
+
+    def _where(self) -> str:
+        """Say what the rank did last, and where in vLLM it stands if it hasn't come back."""
+        if self._doing.endswith("came back"):
+            return self._doing
+        frames = traceback.extract_stack(sys._current_frames().get(self._main))
+        inside = [f"{frame.name} ({Path(frame.filename).name}:{frame.lineno})" for frame in frames if "vllm" in frame.filename]
+        return f"{self._doing}, in {inside[-1]}" if inside else self._doing
 
     def raised(self) -> list[Raised]:
         """Return exceptions that ended a thread of this process so far."""
@@ -114,11 +163,12 @@ class Rank:
         for index, name in enumerate(layer_names(self._case.model)):
             self._connector.wait_for_layer_load(name)
             for request in forward.use:
-                self._used[request].append(self._views[index].copy())
+                blocks = list(self._case.requests[request].decode_blocks)
+                self._used[request].append(self._views[index][:, blocks])
             for request in forward.fill:
                 self._cells.fill(self._views[index], index, request, self._case.requests[request].prefill_blocks)
             self._connector.save_kv_layer(name, self._caches[name], None)
-            time.sleep(_LAYER_S)
+            time.sleep(_LAYER_S if index < _SLOW_LAYERS else _LAYER_S / 10)
             self._collective()
 
     def _collective(self) -> None:
@@ -165,8 +215,9 @@ class Rank:
 class _Watch:
     """Records what a worker's threads see, without changing it."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, injection: Injection) -> None:
         self._name = name
+        self._injection = injection
         self._notices: list[dict[str, Any]] = []
         self._warnings: list[str] = []
         self.thread_errors: list[Raised] = []
@@ -204,8 +255,10 @@ class _Watch:
             notices=tuple(self._notices),
             wrote_to=dict(wrote),
             read_from=dict(read),
-            failed_batches=tuple(failed),
+            failed_batches=(*failed, *self._injection.failed),
             warnings=tuple(self._warnings),
+            bound=tuple(self._injection.bound),
+            dialled=tuple(dict.fromkeys(self._injection.dialled)),
         )
 
     def _thread_died(self, args: threading.ExceptHookArgs) -> None:
@@ -244,7 +297,20 @@ def raised_by(name: str, error: BaseException) -> Raised:
     first = error
     while first.__context__ is not None and _connector_call(first.__context__) not in ("", _connector_call(first)):
         first = first.__context__
-    return Raised(name, _connector_call(first) or "outside the connector", type(first).__name__, str(first))
+    call = _connector_call(first)
+    misfit = where_it_failed(first) if not call and isinstance(first, _MISFITS) else ""
+    return Raised(name, call or "outside the connector", type(first).__name__, str(first), misfit)
+
+
+_MISFITS = (AttributeError, TypeError, ImportError, NameError)
+"""What a harness meets that calls things which aren't there any more."""
+
+
+def where_it_failed(error: BaseException) -> str:
+    """Say which line of the harness let an exception out, and the exception."""
+    ours = [frame for frame in traceback.extract_tb(error.__traceback__) if "real_backend" in frame.filename]
+    line = f"`{ours[-1].line}` in {ours[-1].name}" if ours else "a call"
+    return f"{line}: {type(error).__name__}: {error}"
 
 
 def _connector_call(error: BaseException) -> str:
@@ -259,24 +325,37 @@ def role(name: str) -> Any:
 
 
 def serve(
-    case: ConnectorCase, config: EngineConfig, tp_rank: int, rendezvous: Path, steps: Connection, questions: Connection
+    case: ConnectorCase,
+    config: EngineConfig,
+    tp_rank: int,
+    rendezvous: Path,
+    ports: dict[Side, Ports],
+    late_s: float,
+    steps: Connection,
+    questions: Connection,
 ) -> None:
-    """Body of a rank's process: build the worker, then answer (method, arguments) on both pipes until the parent ends it.
+    """Body of a rank's process: build the worker, then answer (method, arguments) on both pipes until the driver ends it.
 
-    Questions have a thread of their own, so that a rank stuck in a step can still be looked into.
+    Questions have a thread of their own, so that a rank stuck in a step can still be looked into. A rank that is late on
+    purpose doesn't say that it is up.
     """
     try:
-        rank = Rank(case, config, tp_rank, rendezvous)
+        rank = Rank(case, config, tp_rank, rendezvous, ports, late_s)
     except Exception as error:
         name = case.engine(config.side).rank_name(config.side, config.dp_rank, tp_rank)
+        traceback.print_exc()
         steps.send(raised_by(name, error))
         return
     threading.Thread(target=_answer, args=(rank, questions), daemon=True).start()
-    steps.send(None)
+    if not late_s:
+        steps.send(None)
     _answer(rank, steps)
 
 
 def _answer(rank: Rank, pipe: Connection) -> None:
     while True:
-        method, arguments = pipe.recv()
+        try:
+            method, arguments = pipe.recv()
+        except (EOFError, OSError):
+            return
         pipe.send(getattr(rank, method)(*arguments))

@@ -10,10 +10,13 @@ import importlib
 import pickle
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from types import SimpleNamespace
 from typing import Any
 
-from real_backend.case import ConnectorCase, Leg
-from real_backend.rank import raised_by, role
+from real_backend.case import ConnectorCase, Leg, Side
+from real_backend.injection import Injection
+from real_backend.processes import Ports
+from real_backend.rank import StepReport, raised_by, role
 from real_backend.vllm_setup import EngineConfig, connector_class
 
 
@@ -23,6 +26,16 @@ class Admission:
 
     external_tokens: int
     wait: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Aggregated:
+    """What vLLM's aggregator makes of the reports of all ranks of a step."""
+
+    sent: frozenset[str]
+    received: frozenset[str]
+    failed: frozenset[str]
+    invalid_blocks: frozenset[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,16 +60,21 @@ class _Blocks:
 class SchedulerSide:
     """One DP rank's scheduler-side connector and the requests that it was shown."""
 
-    def __init__(self, case: ConnectorCase, config: EngineConfig) -> None:
+    def __init__(self, case: ConnectorCase, config: EngineConfig, ports: dict[Side, Ports]) -> None:
         self._case = case
+        name = ("P" if config.side == "prefill" else "D") + (str(config.dp_rank) if case.engine(config.side).dp > 1 else "")
+        self._injection = Injection(case, config.side, name, ports)
+        self._injection.wrap_sockets()
         self._connector = connector_class()(config.vllm, role("SCHEDULER"), config.kv_cache)
         self._requests: dict[str, Any] = {}
         self._blocks: dict[str, tuple[int, ...]] = {}
         self._sync_loads: set[str] = set()
+        utils = importlib.import_module("vllm.distributed.kv_transfer.kv_connector.utils")
+        self._aggregator = utils.KVOutputAggregator(case.engine(config.side).tp)
 
     def admit(self, request_id: str, leg: Leg, blocks: tuple[int, ...]) -> Admission:
         """Show a new request to the connector, in the order of vLLM's scheduler: admission, match, allocation."""
-        request = self._new_request(request_id, leg)
+        request = self._new_request(request_id, leg, len(blocks) * self._case.block_size)
         self._requests[request_id], self._blocks[request_id] = request, blocks
         self._connector.on_new_request(request)
         external, wait = self._connector.get_num_new_matched_tokens(request, 0)
@@ -66,6 +84,13 @@ class SchedulerSide:
         if external and not wait:
             self._sync_loads.add(request_id)
         return Admission(int(external), bool(wait))
+
+    def abort_before(self, request_id: str, leg: Leg, tokens: int) -> None:
+        """Show a request to the connector whose client goes before it gets any block."""
+        request = self._new_request(request_id, leg, tokens)
+        self._requests[request_id], self._blocks[request_id] = request, ()
+        self._connector.on_new_request(request)
+        self.finish(request_id, "FINISHED_ABORTED")
 
     def schedule(self, scheduled: dict[str, int]) -> bytes:
         """Build a step that computes `scheduled` (request id to tokens); return it pickled, with connector metadata."""
@@ -119,22 +144,47 @@ class SchedulerSide:
             del self._requests[request_id]
         return Reconciled(frozenset(output.finished_sending or ()), frozenset(output.finished_recving or ()))
 
-    def _new_request(self, request_id: str, leg: Leg) -> Any:
+    def aggregate(self, reports: list[StepReport]) -> Aggregated:
+        """Let vLLM's aggregator say which requests are finished for the engine."""
+        output_class = importlib.import_module("vllm.v1.outputs").KVConnectorOutput
+        outputs = []
+        for report in reports:
+            output = output_class(
+                finished_sending=report.finished_sending or None,
+                finished_recving=report.finished_recving or None,
+                invalid_block_ids=report.invalid_blocks,
+            )
+            if report.failed_recving:
+                output.failed_recving = report.failed_recving
+            outputs.append(SimpleNamespace(kv_connector_output=output))
+        result = self._aggregator.aggregate(outputs).kv_connector_output
+        return Aggregated(
+            frozenset(result.finished_sending or ()),
+            frozenset(result.finished_recving or ()),
+            frozenset(getattr(result, "failed_recving", None) or ()),
+            frozenset(result.invalid_block_ids or ()),
+        )
+
+    def meet(self, bound: dict[int, str]) -> None:
+        """Learn who listens where."""
+        self._injection.meet(bound)
+
+    def _new_request(self, request_id: str, leg: Leg, tokens: int) -> Any:
         request_class = importlib.import_module("vllm.v1.request").Request
         sampling = importlib.import_module("vllm.sampling_params").SamplingParams
         return request_class(
             request_id=request_id,
-            prompt_token_ids=list(range(self._case.prompt_tokens)),
+            prompt_token_ids=list(range(tokens)),
             sampling_params=sampling(max_tokens=16, extra_args={"kv_transfer_params": leg}),
             pooling_params=None,
         )
 
 
-def serve(case: ConnectorCase, config: EngineConfig, pipe: Connection) -> None:
+def serve(case: ConnectorCase, config: EngineConfig, ports: dict[Side, Ports], pipe: Connection) -> None:
     """Body of a scheduler's process: answer (method, arguments) with a result or with what was raised."""
     name = f"{config.side} scheduler {config.dp_rank}"
     try:
-        side = SchedulerSide(case, config)
+        side = SchedulerSide(case, config, ports)
     except Exception as error:
         pipe.send(raised_by(name, error))
         return

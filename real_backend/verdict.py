@@ -19,6 +19,8 @@ def worst(outcomes: list[str]) -> str:
     return max(outcomes, key=OUTCOMES.index, default="ok")
 
 
+KILLED = "killed by a planned fault"
+"""The last step of a rank that can't be asked any more."""
 EngineKey = tuple[Side, int]
 """One DP rank of one engine."""
 
@@ -34,24 +36,34 @@ class Evidence:
     """By request, every id under which its control messages may go."""
 
 
-def conclude(evidence: Evidence, seconds: float) -> CaseResult:
+def conclude(evidence: Evidence, seconds: float, fired: tuple[int, ...]) -> CaseResult:
     """Look into every rank, and judge each request."""
     children = [child for ranks in evidence.ranks.values() for child in ranks]
     engines = evidence.engines.values()
-    reports = {child.name: child.ask("report") for child in children}
+    reports = {child.name: _ask(child, RankReport(child.name, last_step=KILLED), "report") for child in children}
     raised = [raised for engine in engines for raised in engine.raised]
     # vLLM's executor gives up on ranks in processes of their own after 300 s in a step; one rank alone is waited for.
     killed = any(engine.stalled and len(engine.ranks) > 1 for engine in engines)
     crashed = bool(raised) or killed
+    nothing: list[Raised] = []
     results = [_judge(evidence, index, reports, crashed) for index in range(len(evidence.case.requests))]
     return CaseResult(
         requests=tuple(results),
         ranks=tuple(reports.values()),
-        raised=(*raised, *(raised for child in children for raised in child.ask("raised"))),
+        raised=(*raised, *(raised for child in children for raised in _ask(child, nothing, "raised"))),
         stalled=tuple(name for engine in engines for name in engine.stalled),
         outcome=worst([result.outcome for result in results]),
         seconds=seconds,
+        fired=fired,
+        stray=sum(_ask(child, 0, "stray") for child in children),
     )
+
+
+def _ask(child: Child, otherwise: Any, method: str, *arguments: Any) -> Any:
+    """Ask a rank, unless a planned fault killed it."""
+    if child.planned_death:
+        return otherwise
+    return child.ask(method, *arguments)
 
 
 def not_started(case: ConnectorCase, raised: list[Raised], missing: list[str], seconds: float) -> CaseResult:
@@ -86,11 +98,11 @@ def _judge(evidence: Evidence, index: int, reports: Mapping[str, RankReport], cr
     released = tuple(rank.name for rank in evidence.ranks[at_prefill] if rank.name in prefill.reported)
     answered = noticed("remote_blocks", "release", "text")
     late = prefill.reaped or prefill.overran or any(name not in answered for name in released)
-    held = prefill.state in ("held", "running")
+    held = prefill.state in ("held", "running") or decode.state == "aborting"
     at_go = None if decode.at_go is None else tuple(decode.at_go)
     return RequestResult(
         at_go=at_go,
-        at_end=tuple(rank.ask("grade", index, False) for rank in decode_ranks),
+        at_end=tuple(_ask(rank, Coverage(0.0, 0.0, 1.0), "grade", index, False) for rank in decode_ranks),
         outcome=_outcome(decode, at_go, late=late, held=held, crashed=crashed),
         go=decode.go,
         failed=decode.failed,
@@ -99,6 +111,7 @@ def _judge(evidence: Evidence, index: int, reports: Mapping[str, RankReport], cr
         prefill_told=noticed("remote_blocks") if case.mode == "write" else noticed("release", "text"),
         prefill_released=released,
         released_late=late,
+        ended=decode.state in ("ended", "aborting") or decode.failed,
         held=held,
     )
 
@@ -111,7 +124,7 @@ def _outcome(decode: Tracked, at_go: tuple[Coverage, ...] | None, *, late: bool,
         found.append("crash")
     if decode.failed:
         found.append("failed")
-    elif decode.state != "ended":
+    elif decode.state not in ("ended", "aborting"):
         found.append("hang")
     if decode.recomputed:
         found.append("recomputed")
@@ -129,4 +142,4 @@ def _tracked(engine: Engine, index: int) -> Tracked:
 
 
 def _read_all(report: RankReport) -> bool:
-    return bool(report.read_from) and not report.failed_batches
+    return any(report.read_from.values()) and not report.failed_batches

@@ -5,34 +5,25 @@ vLLM has no types here: its modules are reached by name, so that this package ca
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import json
 import math
 import os
+import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from real_backend.case import ConnectorCase, ModelShape, Side
+from real_backend.processes import HOST as HOST
+from real_backend.processes import Ports
 
 LOOPBACK = Path(__file__).parent / "loopback"
-HOST = "127.0.0.1"
-_MORIIO = "vllm.distributed.kv_transfer.kv_connector.v1.moriio"
-
-
-@dataclass(frozen=True, slots=True)
-class Ports:
-    """First ports of an engine; each rank binds base + its offset. `http` is announced, never bound."""
-
-    handshake: int
-    notify: int
-    http: int
-
-    @property
-    def zmq_address(self) -> str:
-        """The address as a router writes it into request ids."""
-        return f"host:{HOST},handshake:{self.handshake},notify:{self.notify}"
+MORIIO_FOLDER = "vllm/distributed/kv_transfer/kv_connector/v1/moriio"
+MORIIO = MORIIO_FOLDER.replace("/", ".")
+_MOST_TOKENS = 1 << 17
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,14 +38,24 @@ class EngineConfig:
     """The same without data parallelism: each DP rank's TP group is a world of its own here."""
 
 
-def prepare(tree: Path, read_abort_s: float) -> None:
+def user_cache() -> Path:
+    """The folder of this user's for what kvcover keeps: `$KVCOVER_CACHE`, else `kvcover` in the user's cache folder."""
+    if own := os.environ.get("KVCOVER_CACHE"):
+        return Path(own).expanduser()
+    shared = os.environ.get("XDG_CACHE_HOME")
+    return (Path(shared) if shared else Path.home() / ".cache") / "kvcover"
+
+
+def prepare(tree: Path | None, read_abort_s: float) -> None:
     """Import vLLM from `tree` in this process, with the stand-in `mori.io` and without a GPU. Call once, before a fork.
+
+    `tree` None means the vLLM that is installed.
 
     Raises FileNotFoundError if `tree` holds no vLLM with a MoRI-IO connector.
     """
-    if not (tree / "vllm/distributed/kv_transfer/kv_connector/v1/moriio").is_dir():
+    if tree is not None and not (tree / MORIIO_FOLDER).is_dir():
         raise FileNotFoundError(f"{tree}: no vLLM source tree with a MoRI-IO connector")
-    paths = [str(LOOPBACK), str(tree)]
+    paths = [str(LOOPBACK), *([str(tree)] if tree else [])]
     sys.path[:0] = paths
     os.environ.update(
         # vLLM inspects model classes in a subprocess, which must find the same tree.
@@ -67,15 +68,49 @@ def prepare(tree: Path, read_abort_s: float) -> None:
         VLLM_MORIIO_TRANSFER_TIMEOUT_S=str(math.ceil(read_abort_s)),
     )
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    # vLLM keeps what it found out about a model class, ten seconds' work, in one file for all releases: one a tree lasts.
+    kept = hashlib.sha256(str(tree).encode()).hexdigest()[:12]
+    os.environ.setdefault("VLLM_CACHE_ROOT", str(user_cache() / "vllm-state" / kept))
     _stand_in_for_cuda()
-    connector: Any = importlib.import_module(f"{_MORIIO}.moriio_connector")
+    connector: Any = importlib.import_module(f"{MORIIO}.moriio_connector")
     # Only the backend's name is used, and there is none for a machine without kernels.
     connector.get_attn_backend = lambda *_args, **_kwargs: _AttentionBackend()
 
 
+def describe(tree: Path | None) -> dict[str, Any]:
+    """Say what was imported: versions, and a hash of the connector's files."""
+    vllm = importlib.import_module("vllm")
+    torch: Any = importlib.import_module("torch")
+    folder = Path(str(vllm.__file__)).parents[1]
+    files = sorted((folder / MORIIO_FOLDER).glob("*.py"))
+    digest = hashlib.sha256(b"".join(file.read_bytes() for file in files))
+    return {
+        "vllm": tree_version(folder) or str(getattr(vllm, "__version__", "unknown")),
+        "connector_sha256": digest.hexdigest()[:16],
+        "torch": str(torch.__version__),
+        "rocm": getattr(torch.version, "hip", None),
+        "mori": "loopback",
+        "head_axis": has_head_axis(),
+        "python": sys.version.split()[0],
+        "installed": tree is None,
+    }
+
+
+def tree_version(tree: Path) -> str | None:
+    """Return the version that a source tree says it is; None for a working copy that doesn't."""
+    for folder in sorted(tree.glob("vllm-*.dist-info")):
+        return folder.name.removeprefix("vllm-").removesuffix(".dist-info").split("+")[0]
+    version = tree / "vllm/_version.py"
+    found = (
+        re.search(r"""^(?:__version__ = )?version = ['"]([^'"]+)['"]""", version.read_text(), re.M) if version.exists() else None
+    )
+    found = found or (re.search(r"""__version__.* = ['"]([^'"]+)['"]""", version.read_text()) if version.exists() else None)
+    return found[1].split("+")[0] if found else None
+
+
 def connector_class() -> Any:
     """Return the release's connector class."""
-    return importlib.import_module(f"{_MORIIO}.moriio_connector").MoRIIOConnector
+    return importlib.import_module(f"{MORIIO}.moriio_connector").MoRIIOConnector
 
 
 def has_head_axis() -> bool:
@@ -111,7 +146,7 @@ class ConfigFactory:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._models: dict[ModelShape, Any] = {}
+        self._models: dict[tuple[ModelShape, int], Any] = {}
 
     def engine(self, case: ConnectorCase, side: Side, dp_rank: int, ports: Ports) -> EngineConfig:
         """Return the configuration of one DP rank of one engine."""
@@ -125,7 +160,7 @@ class ConfigFactory:
 
         def build(dp: int, rank: int) -> Any:
             return config.VllmConfig(
-                model_config=self._model(case.model),
+                model_config=self._model(case.model, math.lcm(16, case.model.heads, size.tp)),
                 cache_config=config.CacheConfig(block_size=case.block_size),
                 parallel_config=config.ParallelConfig(
                     tensor_parallel_size=size.tp,
@@ -135,7 +170,7 @@ class ConfigFactory:
                     distributed_executor_backend="mp",
                 ),
                 scheduler_config=config.SchedulerConfig(
-                    max_num_batched_tokens=4096, max_num_seqs=16, max_model_len=2048, is_encoder_decoder=False
+                    max_num_batched_tokens=_MOST_TOKENS, max_num_seqs=16, max_model_len=_MOST_TOKENS, is_encoder_decoder=False
                 ),
                 device_config=config.DeviceConfig("cpu"),
                 kv_transfer_config=transfer,
@@ -145,21 +180,21 @@ class ConfigFactory:
         kv_cache = _kv_cache_config(case, side)
         return EngineConfig(side, dp_rank, vllm, kv_cache, vllm if size.dp == 1 else build(1, 0))
 
-    def _model(self, shape: ModelShape) -> Any:
-        if shape not in self._models:
-            folder = self._folder / str(shape).replace(",", "_")
+    def _model(self, shape: ModelShape, query_heads: int) -> Any:
+        if (shape, query_heads) not in self._models:
+            folder = self._folder / f"{shape},{query_heads}".replace(",", "_")
             folder.mkdir(parents=True, exist_ok=True)
-            (folder / "config.json").write_text(json.dumps(_hf_config(shape)))
+            (folder / "config.json").write_text(json.dumps(_hf_config(shape, query_heads)))
             model_config = importlib.import_module("vllm.config").ModelConfig
-            self._models[shape] = model_config(
+            self._models[shape, query_heads] = model_config(
                 model=str(folder),
                 tokenizer=str(folder),
                 skip_tokenizer_init=True,
                 dtype="float32",
                 enforce_eager=True,
-                max_model_len=2048,
+                max_model_len=_MOST_TOKENS,
             )
-        return self._models[shape]
+        return self._models[shape, query_heads]
 
 
 def layer_names(model: ModelShape) -> list[str]:
@@ -197,33 +232,31 @@ def _kv_cache_config(case: ConnectorCase, side: Side) -> Any:
     return interface.KVCacheConfig(num_blocks=size.num_blocks, kv_cache_tensors=[], kv_cache_groups=[group])
 
 
-def _hf_config(shape: ModelShape) -> dict[str, Any]:
+def _hf_config(shape: ModelShape, query_heads: int) -> dict[str, Any]:
     """Return a config.json: llama-like, or deepseek-like for a latent cache. Only its KV geometry is ever used."""
     common = {
         "hidden_size": 128,
         "intermediate_size": 128,
         "num_hidden_layers": shape.layers,
         "vocab_size": 512,
-        "max_position_embeddings": 4096,
+        "max_position_embeddings": _MOST_TOKENS,
         "rms_norm_eps": 1e-6,
         "hidden_act": "silu",
         "torch_dtype": "float32",
     }
     if not shape.mla:
-        # Query heads must divide by the KV heads and by every TP size in use.
-        queries = math.lcm(shape.kv_heads, 16)
         return common | {
             "architectures": ["LlamaForCausalLM"],
             "model_type": "llama",
-            "num_attention_heads": queries,
+            "num_attention_heads": query_heads,
             "num_key_value_heads": shape.kv_heads,
             "head_dim": shape.head_dim,
         }
     return common | {
         "architectures": ["DeepseekV2ForCausalLM"],
         "model_type": "deepseek_v2",
-        "num_attention_heads": 16,
-        "num_key_value_heads": 16,
+        "num_attention_heads": query_heads,
+        "num_key_value_heads": query_heads,
         "kv_lora_rank": shape.latent,
         "q_lora_rank": None,
         "qk_rope_head_dim": shape.rope,

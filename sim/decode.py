@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 from sim.errors import PeerRefusal
 from sim.ledger import Copy, Count, Ledger, cell_copy
 from sim.legs import Leg, peer_address, pods_of, read_leg, transfer_id_of
-from sim.policies import as_int, fold
+from sim.policies import MOST_RANKS, as_int, fold
 from sim.rank import Rank
 from sim.read_step import ReadStep
-from sim.reader import PORTS, Reader, Source
+from sim.reader import Reader, Source
 from sim.transfer import BlockPool, Transfer
 
 if TYPE_CHECKING:
@@ -60,7 +60,10 @@ class DecodeRank(Rank):
         self.engine.report(transfer_id, failed=False)
 
     def on_write_failed(self, transfer_id: Any, transfer: Transfer, sender: str) -> None:
-        """A prefill rank says that nothing was or will be written; 0.33.0 knows the message."""
+        """A prefill rank says that nothing was or will be written; an older release does not know the message."""
+        if self.me.release.expiry == "silent":
+            self.poison("write_failed is unknown to this release", transfer, sender)
+            return
         key = str(transfer_id)
         self.messages.pop(key, None)
         self.world.log("told_failed", self.name, sender, transfer.index)
@@ -77,7 +80,7 @@ class DecodeRank(Rank):
     def _used(self, transfer: Transfer, layer: int, count: Count) -> None:
         transfer.used(self.tp, count)
         if count.covered < count.cells:
-            self.world.log("short", self.name, "", transfer.index, layer, f"{count.covered} of {count.cells} cells")
+            self.world.log("short", self.name, "", transfer.index, layer, f"{count.covered} of {count.cells} cells were right")
 
     def _count_stray(self, cells: int, transfer: Transfer, layer: int) -> None:
         if cells:
@@ -150,7 +153,7 @@ class DecodeEngine:
                 self._start(transfer, params)
 
     def _start(self, transfer: Transfer, params: dict[str, Any]) -> None:
-        refuses = self.me.release.write_map_error == "request_refused"
+        refuses = self.me.release.unsupported == "request_refused"
         try:
             if refuses and (why := self.world.refuses()):
                 raise PeerRefusal("Refused", why)
@@ -212,7 +215,7 @@ class DecodeEngine:
             self.fail(transfer, "prefill reported before admission that its blocks never come")
 
     def _announce_nothing(self, transfer: Transfer, params: dict[str, Any], transfer_id: Any, blocks: list[int]) -> None:
-        """What prefill hears of a request that decode computes by itself (vllm#58108, F30)."""
+        """What prefill hears of a request that decode computes by itself (vllm#58108)."""
         policy = self.me.release.external_zero
         if policy == "full_table":
             self._tell_blocks(transfer, params, transfer_id, blocks)
@@ -244,7 +247,7 @@ class DecodeEngine:
         if local:
             hosts = pods_of(params, host)
             host = hosts[dp // local] if dp // local < len(hosts) else hosts[0]
-        width = min(release.call("blocks_ready_width")(params, self.me.tp, peer.tp), PORTS)
+        width = min(release.call("blocks_ready_width")(params, self.me.tp, peer.tp), MOST_RANKS)
         offset = release.call("ports")
         return [(host, notify_port + offset(fold(dp, local), tp, peer.tp)) for tp in range(width)]
 
@@ -387,7 +390,7 @@ class DecodeEngine:
             rank.reader.send_release(leg, sources, transfer)
 
     def _abort_waiting(self, transfer: Transfer, transfer_id: str, fault: Any) -> None:
-        """The client goes while the KV is on its way: the blocks wait for reports that are no longer matched (F19)."""
+        """The client goes while the KV is on its way: the blocks wait for reports that are no longer matched."""
         if transfer.ended or transfer_id not in self.waiting:
             return
         self.world.injector.note(fault)

@@ -6,37 +6,47 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from faults import Fault, KeyFault
+from sim.errors import nearest
 from sim.outcome import intended_peers
 from sim.policies import POLICIES
 from sim.releases import ConnectorRelease
 from sim.result import Finding, RankCoverage, Sets
+from sim.scenario import Endpoint
 from sim.world import World
 
 
-def find(world: World, ranks: list[RankCoverage], sets: Sets, unfired: list[str]) -> list[Finding]:
+def find(world: World, ranks: list[RankCoverage], sets: Sets) -> list[Finding]:
     """All findings of a finished run, the ones that explain most first."""
-    findings = [
-        Finding(
-            kind="fault-not-fired",
-            text=f"{fault} changed nothing: the run proves nothing about it",
-            causes=[f"{world.setup.router.name} sends no such key on that leg in {world.mode.upper()}, or the same value"],
-        )
-        for fault in unfired
-    ]
-    return [
-        *findings,
+    findings = [_unfired(world, fault) for fault, fired in zip(world.setup.faults, world.fired, strict=True) if not fired]
+    findings += [
         *_bind_failures(world),
         *_wrong_dials(world),
         *_dead_dials(world),
         *_refused_maps(world),
         *_crashes(world),
         *_task_failures(world),
+        *_sealed_short(world),
         *_untold_prefill(world, sets),
         *_told_without_data(world, ranks),
         *_never_told(world, ranks, sets),
         *_used_early(world, ranks),
+        *_wrong_content(world, ranks),
         *_held(world),
     ]
+    return findings
+
+
+def _unfired(world: World, fault: Fault) -> Finding:
+    """A planned fault that changed nothing, and what it would have needed."""
+    router, mode = world.setup.router.name, world.mode.upper()
+    if isinstance(fault, KeyFault):
+        sent = {key for (_, leg), params in world.legs.items() if fault.leg in (None, leg) for key in params}
+        hint = f"; {nearest(fault.key, sent)}" if fault.kind != "set" and fault.key not in sent and sent else ""
+        cause = f"{router} sends no such key there in {mode}, or the same value{hint}"
+    else:
+        cause = f"in this {mode} run nothing happened that the fault aims at"
+    return Finding(kind="fault-not-fired", text=f"{fault} changed nothing: the run proves nothing about it", causes=[cause])
 
 
 def span(names: Iterable[str]) -> str:
@@ -61,7 +71,7 @@ def peer_tp_causes(release: ConnectorRelease, params: Mapping[str, Any], field: 
             causes.append(f"`remote_tp_size` = {sent!r} was sent and not read")
         return causes
     if policy in ("true_size", "own_size"):
-        return [f"release {release.name}: {POLICIES[field][policy].text}"]
+        return [_cause(release, field)]
     if sent:
         return [f"`remote_tp_size` = {sent!r} was sent"]
     if short:
@@ -137,13 +147,16 @@ def _dead_dials(world: World) -> list[Finding]:
     if not dead:
         return []
     side, release = _initiator(world)
-    effect = "never writes" if world.mode == "write" else "holds up the whole step"
+    bound_later = {e.detail.rsplit(":", 1)[1] for e in world.history.events("bound") if e.time_ns > dead[0].time_ns}
+    late = all(e.peer.removeprefix("port ") in bound_later for e in dead)
+    effect = "which was bound only later; until then " if late else "which nobody bound; "
+    effect += "a rank that dials it can't write" if world.mode == "write" else "the whole step waits for it"
+    causes = [] if late else [*_map_causes(world, side, release), *peer_tp_causes(release, _leg(world, side, dead[0].request))]
     return [
         Finding(
             kind="dead-port",
-            text=f"{span(dict.fromkeys(e.actor for e in dead))} dialled {span(dict.fromkeys(e.peer for e in dead))}, "
-            f"which nobody bound; a rank that dials it {effect}",
-            causes=[*_map_causes(world, side, release), *peer_tp_causes(release, _leg(world, side, dead[0].request))],
+            text=f"{span(dict.fromkeys(e.actor for e in dead))} dialled {span(dict.fromkeys(e.peer for e in dead))}, {effect}",
+            causes=causes,
         )
     ]
 
@@ -183,17 +196,61 @@ def _crashes(world: World) -> list[Finding]:
         endpoint = world.setup.prefill if event.actor[0] == "P" else world.setup.decode
         leg = "prefill" if endpoint is world.setup.prefill else "decode"
         causes = peer_tp_causes(endpoint.release, _leg(world, leg, event.request))
-        if event.detail.startswith("TimeoutError"):
-            causes = [
-                f"executor_timeout_s = {endpoint.side.executor_timeout_s}: vLLM's executor gives up on a step that long",
-                *causes,
-            ]
-        elif world.mode == "read" and event.detail.startswith(("NotImplementedError", "MoRIIOError", "ValueError: TP sizes")):
-            causes.insert(0, _cause(endpoint.release, "read_guard"))
-        elif world.mode == "write" and leg == "prefill" and event.actor != "P":
-            causes.insert(0, _cause(endpoint.release, "write_map_error"))
+        causes = [*_crash_causes(world, endpoint, leg, event.detail), *causes]
         findings.append(Finding(kind="crash", text=f"{event.actor} died: {event.detail}", causes=causes))
     return findings
+
+
+def _crash_causes(world: World, endpoint: Endpoint, leg: str, error: str) -> list[str]:
+    """The policy by which an error of the connector became the end of an engine."""
+    release = endpoint.release
+    if error.startswith("TimeoutError"):
+        return [f"executor_timeout_s = {endpoint.side.executor_timeout_s}: vLLM's executor gives up on a step that long"]
+    if error.startswith("TransferError"):
+        return [_cause(release, "write_failure" if world.mode == "write" else "read_barrier")]
+    if world.mode == "read" and error.startswith(("NotImplementedError", "MoRIIOError", "ValueError: TP sizes")):
+        return [_cause(release, "read_guard")]
+    if world.mode == "write" and leg == "prefill" and "TP size" in error:
+        return [_cause(release, "write_map_error")]
+    return []
+
+
+def _sealed_short(world: World) -> list[Finding]:
+    short = world.history.events("sealed_short")
+    if not short:
+        return []
+    return [
+        Finding(
+            kind="sealed-short",
+            text=f"{span(dict.fromkeys(e.actor for e in short))} sealed the transfer with {short[0].detail} and will say done",
+            causes=["its handshake came in time for the last layers only", _cause(world.setup.prefill.release, "sealing")],
+        )
+    ]
+
+
+def _wrong_content(world: World, ranks: list[RankCoverage]) -> list[Finding]:
+    """Cells that hold something, and not what they should."""
+    decode = world.setup.decode
+    wrong = [decode.rank_name(r.dp, r.tp) for r in ranks if r.wrong]
+    if not wrong or not any(t.went for t in world.transfers):
+        return []
+    writers: dict[str, set[str]] = defaultdict(set)
+    for _, _, source, rank, _, _, _ in world.history.rows_of("wrote", "read"):
+        writers[rank].add(source)
+    causes = []
+    if shared := [name for name in wrong if len(writers[name]) > 1]:
+        causes.append(f"several ranks moved into {span(shared)}; where they meet, the last one wins")
+    unlike = len({_block_count(world, side) for side in ("prefill", "decode")}) > 1
+    if world.mode == "read" and (unlike or any(t.request.suffix_only for t in world.transfers)):
+        causes.append(_cause(decode.release, "read_pairing"))
+    elif world.mode == "write" and world.setup.prefill.shape.heads != decode.shape.heads:
+        causes.append(_cause(world.setup.prefill.release, "write_plan"))
+    return [Finding(kind="wrong-content", text=f"{span(wrong)} used cells that hold something else", causes=causes)]
+
+
+def _block_count(world: World, side: str) -> int:
+    endpoint = world.setup.prefill if side == "prefill" else world.setup.decode
+    return world.block_count(world.setup.requests[0], endpoint)
 
 
 def _task_failures(world: World) -> list[Finding]:
@@ -233,8 +290,10 @@ def _untold_prefill(world: World, sets: Sets) -> list[Finding]:
             Finding(
                 kind="prefill-not-told",
                 text=f"{span(missing)} never learned decode's blocks",
-                causes=[_cause(decode.release, "blocks_ready_width"),
-                        *peer_tp_causes(decode.release, params, "blocks_ready_width")],
+                causes=list(dict.fromkeys([
+                    _cause(decode.release, "blocks_ready_width"),
+                    *peer_tp_causes(decode.release, params, "blocks_ready_width"),
+                ])),
             )
         ]  # fmt: skip
     if not all(t.went for t in world.transfers):
@@ -271,8 +330,13 @@ def _never_told(world: World, ranks: list[RankCoverage], sets: Sets) -> list[Fin
     untold = [decode.rank_name(r.dp, r.tp) for r in ranks if r.dp in waiting and not r.told]
     if not untold:
         return []
-    release = world.setup.prefill.release
-    causes = [_cause(release, "write_done_to"), _cause(release, "expiry"), "decode has no timer of its own in WRITE"]
+    release, history = world.setup.prefill.release, world.history
+    causes = [event.detail for event in history.events("fault_fired") if "-notice:" in event.detail][:1]
+    if history.events("expired"):
+        causes.append(_cause(release, "expiry"))
+    if history.events("write_done_sent"):
+        causes.append(_cause(release, "write_done_to"))
+    causes.append(_cause(decode.release, "decode_timer"))
     return [Finding(kind="never-told", text=f"{span(untold)} never heard that the blocks are complete", causes=causes)]
 
 

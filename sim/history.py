@@ -44,6 +44,7 @@ KINDS: dict[str, str] = {
     "preempted": "decode's scheduler took a request's blocks",
     "forgotten": "the router no longer knows an instance",
     "allocated": "an engine gave a request its blocks",
+    "sealed_short": "a prefill rank sealed a transfer with fewer writes than layers; detail: how many",
     "short": "decode used cells that were missing or wrong; detail: how many of those it needs were there",
     "stray": "a batch changed cells of another request or of a free block; detail: how many",
     "lost": "the router gave up on a request",

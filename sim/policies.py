@@ -142,14 +142,6 @@ def map_fan(rank: int, own: int, peer: int, geometry: Geometry) -> list[Target]:
     return [Target(target, 0, slot, len(mine), writers=len(set(starts)))]
 
 
-def read_own(rank: int, own: int, peer: int, geometry: Geometry) -> list[Target]:
-    return [Target(rank, 0, 0, geometry.heads_per_rank(own))]
-
-
-def read_floor(rank: int, own: int, peer: int, geometry: Geometry) -> list[Target]:
-    return [Target(floor_rank(rank, own, peer), 0, 0, geometry.heads_per_rank(own))]
-
-
 def read_gather(rank: int, own: int, peer: int, geometry: Geometry) -> list[Target]:
     """The mirror of `map_fan` seen from decode: every prefill rank that holds a part first. Only in `reference`.
 
@@ -325,12 +317,12 @@ POLICIES: dict[str, dict[str, Policy]] = {
     "unknown_tp_map": {
         "refused": Policy("the rank map refuses a size of 0 or less", keep),
         "zero_is_own": Policy("0 counts as our own size in the rank map (vllm#47764)", zero_is_own),
-        "non_positive_is_own": Policy("0 or less counts as our own size in the rank map (a draft)", non_positive_is_own),
+        "non_positive_is_own": Policy("0 or less counts as our own size (a draft of vllm#47764)", non_positive_is_own),
     },
     "unknown_tp_guard": {
         "refused": Policy("the KV-head guard refuses a size of 0 or less", keep),
         "zero_is_own": Policy("0 counts as our own size in the KV-head guard (vllm#47764)", zero_is_own),
-        "non_positive_is_own": Policy("0 or less counts as our own size in the guard (a draft)", non_positive_is_own),
+        "non_positive_is_own": Policy("0 or less counts as our own size (a draft of vllm#47764)", non_positive_is_own),
     },
     "write_map": {
         "own_rank": Policy("prefill rank r writes to decode rank r", map_own),
@@ -340,7 +332,10 @@ POLICIES: dict[str, dict[str, Policy]] = {
     "write_map_error": {
         "task_fails": Policy("a refused map is logged; the write task fails, the request hangs"),
         "forward_raises": Policy("a refused map raises in prefill's forward: the engine is lost"),
-        "request_refused": Policy("both engines refuse the request before anything moves"),
+    },
+    "unsupported": {
+        "not_checked": Policy("nobody looks at a pair of sizes, or at a leg, before something moves"),
+        "request_refused": Policy("both engines refuse a request that they can't serve before anything moves"),
     },
     "write_plan": {
         "local_strides": Policy("whole blocks, with our own block length also at the peer"),
@@ -435,8 +430,8 @@ POLICIES: dict[str, dict[str, Policy]] = {
         "load_errors": Policy("a failed read is reported and the request fails (0.31+)"),
     },
     "read_map": {
-        "own_rank": Policy("decode rank r reads from prefill rank r", read_own),
-        "floor": Policy("each decode rank reads from one prefill rank", read_floor),
+        "own_rank": Policy("decode rank r reads from prefill rank r", map_own),
+        "floor": Policy("each decode rank reads from one prefill rank", map_floor),
         "gather": Policy("each decode rank reads from every prefill rank that holds its heads", read_gather),
     },
     "read_flex": {
@@ -469,6 +464,11 @@ POLICIES: dict[str, dict[str, Policy]] = {
         "per_layer_or_step": Policy("as per_layer; under full CUDA graphs the forward waits for all reads (0.31+)"),
         "step": Policy("the forward starts when every read of the step landed, and raises if one takes too long (0.33.0)"),
         "step_or_fail": Policy("as step, but a read that takes too long fails its request"),
+    },
+    "block_ids": {
+        "flat": Policy("prefill answers a list of block ids, and decode counts the list that it gets"),
+        "groups": Policy("prefill answers a list of block ids a cache group, and decode takes what it gets for that (0.30+)"),
+        "either": Policy("decode takes block ids with or without groups"),
     },
     "recv_abort": {
         "none": Policy("decode waits for a read without limit"),

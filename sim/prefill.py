@@ -91,7 +91,7 @@ class PrefillRank(Rank):
         if key in self._released or key not in self.engine.known:
             return
         if self.world.mode == "write":
-            self.writer.release(transfer_id, transfer)
+            self.writer.drop(transfer_id, transfer)
         self._acks[key] = self._acks.get(key, 0) + 1
         try:
             wanted = self.me.release.call("acks")(self.me.tp, consumer_tp)
@@ -152,7 +152,7 @@ class PrefillEngine:
             answer.succeed(None)
             return
         try:
-            if self.me.release.write_map_error == "request_refused" and (why := self.world.refuses()):
+            if self.me.release.unsupported == "request_refused" and (why := self.world.refuses()):
                 raise PeerRefusal("Refused", why)
             leg = self._read(transfer, params)
         except PeerRefusal as refusal:
@@ -177,7 +177,7 @@ class PrefillEngine:
             self.world.clock.process(self._steps())
 
     def _refuse_or_crash(self, transfer: Transfer, refusal: PeerRefusal) -> None:
-        if self.me.release.write_map_error == "request_refused":
+        if self.me.release.unsupported == "request_refused":
             self.world.refuse(transfer, self.name, refusal.text)
         else:
             self.crash(str(refusal), transfer)

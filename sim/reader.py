@@ -11,9 +11,9 @@ import numpy as np
 from sim.errors import PeerRefusal
 from sim.ledger import Bytes, Copy, cell_copy, raw_copy
 from sim.legs import Leg
-from sim.policies import Target, as_int
+from sim.policies import MOST_RANKS, Target, as_int
 from sim.transfer import Transfer
-from sim.writer import NEVER, PORTS, AgentKey, runs
+from sim.writer import NEVER, AgentKey, runs
 
 if TYPE_CHECKING:
     from sim.decode import DecodeRank
@@ -124,9 +124,8 @@ class Reader:
 
     def _batch(self, target: Target, rank: PrefillRank, leg: Leg, local_blocks: list[int], skipped: int) -> tuple[Copy | None, int]:
         geometry, mine, theirs, contents = self.world.geometry, self.me.shape, rank.me.shape, rank.engine.contents
-        if not isinstance(leg.blocks, list) or not all(isinstance(block, int) for block in leg.blocks):
-            raise PeerRefusal("TypeError", f"remote_block_ids {leg.blocks!r:.40} is no list of block ids")
-        pairs = self.me.release.call("read_pairing")(local_blocks, leg.blocks, skipped)
+        remote_blocks = self._remote_blocks(leg, len(local_blocks))
+        pairs = self.me.release.call("read_pairing")(local_blocks, remote_blocks, skipped)
         if not pairs:
             return None, 0
         local, remote = (np.array(side, dtype=np.int64) for side in zip(*pairs, strict=True))
@@ -137,6 +136,21 @@ class Reader:
             return raw_copy(geometry, here, there, pairs, into_remote=False), entries
         first = rank.first_head + target.remote
         return cell_copy(geometry, mine, contents[remote], local, first, target.local, target.count), entries
+
+    def _remote_blocks(self, leg: Leg, local: int) -> list[int]:
+        """The block ids in the leg, as this release reads them; one that expects another shape dies over it."""
+        given, policy = leg.blocks, self.me.release.block_ids
+        if not isinstance(given, list):
+            raise PeerRefusal("TypeError", f"remote_block_ids {given!r:.40} is no list")
+        grouped = all(isinstance(group, list) for group in given)
+        if policy == "groups" and not grouped:
+            raise PeerRefusal("TypeError", "block ids without groups")
+        if policy == "flat" and grouped:
+            raise PeerRefusal("AssertionError", f"{local} local blocks and {len(given)} remote ones: block ids in groups")
+        blocks = given[0] if grouped and given else given
+        if not all(isinstance(block, int) for block in blocks):
+            raise PeerRefusal("TypeError", f"remote_block_ids {given!r:.40} holds no block ids")
+        return list(blocks)
 
     @staticmethod
     def _check_bounds(local: Any, remote: Any, mine: int, theirs: int) -> None:
@@ -212,7 +226,7 @@ class Reader:
         size = release.call("unknown_tp_map")(leg.peer_tp, self.me.tp)
         holders: Sequence[int] = release.call("release_to")(self.rank.tp, [s.tp for s in sources], self.me.tp, size)
         if self._flexible(leg) and release.release_to == "holders":
-            holders = range(min(as_int(leg.peer_tp), PORTS))
+            holders = range(min(as_int(leg.peer_tp), MOST_RANKS))
         dp = as_int(leg.dp_rank) if release.read_dp == "param" else 0
         factor = {"tp": 0, "raw": as_int(leg.peer_tp), "effective": size}[release.release_port]
         consumer = 1 if release.release_to == "own_rank" else self.me.tp
@@ -225,4 +239,4 @@ class Reader:
             )  # fmt: skip
 
 
-__all__ = ["NEVER", "PORTS", "Landing", "Reader", "Source"]
+__all__ = ["NEVER", "Landing", "Reader", "Source"]

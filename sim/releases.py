@@ -25,6 +25,7 @@ class ConnectorRelease(msgspec.Struct, frozen=True, kw_only=True):
     dial: str
     write_map: str
     write_map_error: str
+    unsupported: str
     write_plan: str
     write_pairing: str
     blocks_ready_width: str
@@ -53,6 +54,7 @@ class ConnectorRelease(msgspec.Struct, frozen=True, kw_only=True):
     release_to: str
     release_port: str
     acks: str
+    block_ids: str
     recv_abort: str
     sq_retry: str
     write_wait: str
@@ -109,6 +111,7 @@ _0_24 = ConnectorRelease(
     dial="dp_plus_tp",
     write_map="own_rank",
     write_map_error="task_fails",
+    unsupported="not_checked",
     write_plan="local_strides",
     write_pairing="equal",
     blocks_ready_width="own_size",
@@ -137,6 +140,7 @@ _0_24 = ConnectorRelease(
     release_to="own_rank",
     release_port="tp",
     acks="any",
+    block_ids="flat",
     recv_abort="none",
     sq_retry="none",
     write_wait="all_statuses",
@@ -196,7 +200,7 @@ _0_28 = msgspec.structs.replace(
     pod_routing="worker",
 )
 _0_29 = msgspec.structs.replace(_0_28, name="0.29.0", date="2026-09-09")
-_0_30 = msgspec.structs.replace(_0_29, name="0.30.0", date="2026-09-22", read_pairing="head")
+_0_30 = msgspec.structs.replace(_0_29, name="0.30.0", date="2026-09-22", read_pairing="head", block_ids="groups")
 _0_31 = msgspec.structs.replace(
     _0_30,
     name="0.31.0",
@@ -244,11 +248,12 @@ _REFERENCE = msgspec.structs.replace(
     transfer_id_missing="request_refused",
     ports="dp_times_tp_plus_tp",
     blocks_ready_gate="none",
-    write_map_error="request_refused",
+    unsupported="request_refused",
     read_map="gather",
     read_guard="none",
     read_pairing="by_position",
     read_barrier="step_or_fail",
+    block_ids="either",
     sealing="every_layer",
     blocks_ready_again="ignored",
     write_failure="write_failed",

@@ -19,7 +19,7 @@ MEANING = {
     "failed": "the request ended with an error in bounded time, nothing held",
     "degraded": "right data, but blocks were held until a timer fired",
     "leak": "something is held for ever",
-    "hang": "decode was never told, the request never ended",
+    "hang": "the request never ended, as decode waits for something that never comes",
     "crash": "an engine or its step died, other requests with it",
     "corrupt": "decode ran on missing or wrong cells",
     "vacuous": "a planned fault never fired: the run proves nothing",

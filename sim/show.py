@@ -120,7 +120,9 @@ def show_result(result: Result) -> None:
     head = Text(f"{result.mode.upper()} {_engine('P', result.prefill)} → {_engine('D', result.decode)}, vLLM {_releases(result)}, "
                 f"{result.model}, {result.router}, {result.tier} tier\n")  # fmt: skip
     head.append_text(outcome_text(result.outcome)).append(f": {MEANING[result.outcome]}\n")
-    head.append(f"coverage {fraction(result.coverage)} at go, {fraction(result.coverage_end)} at the end, "
+    went = any(check.name == "coverage-at-go" and check.verdict != "unknown" for check in result.checks)
+    at_go = f"coverage {fraction(result.coverage)} at go, " if went else "no go; coverage "
+    head.append(f"{at_go}{fraction(result.coverage_end)} at the end, "
                 f"wrong {fraction(result.wrong)}, stray cells {'unknown' if result.stray is None else result.stray}")  # fmt: skip
     out.print(head)
     out.print(_rank_table(result))

@@ -8,11 +8,12 @@ from rich.table import Table
 from rich.text import Text
 
 from faults import FaultKind
+from faults.events import MESSAGES
 from sim.policies import POLICIES
 from sim.presets import Preset
 from sim.releases import ConnectorRelease
 from sim.routers import Router
-from sim.show import console
+from sim.show import console, hanging
 
 
 def show_releases(records: list[ConnectorRelease], by_policy: bool, show_all: bool) -> None:
@@ -116,9 +117,17 @@ def _value(value: object) -> str:
 
 
 def show_faults(kinds: list[FaultKind]) -> None:
-    """Each kind with its syntax, point, tiers and the report that motivates it."""
+    """Each kind with its syntax, parameters, point, tiers and the report that motivates it."""
     out = console()
     for kind in kinds:
         out.print(Text(kind.name, style="bold").append(f"  {kind.syntax}", style=""))
-        out.print(Text(f"    {kind.text}; acts at {kind.point}, on tiers {', '.join(kind.tiers)}; seen in {kind.report}"))
-    out.print("Without @LEG a key fault acts on both legs, without #REQUEST on every request.")
+        out.print(hanging("    ", f"{kind.text}; acts at {kind.point}, on tiers {', '.join(kind.tiers)}; seen in {kind.report}"))
+        if kind.params:
+            out.print(hanging("    takes ", ", ".join(kind.params)))
+    for line in (
+        "Key faults: without @LEG on both legs, without #REQUEST on every request.",
+        f"MESSAGE is one of {', '.join(MESSAGES)}; RANK is P0, D3, or P1.0 with several DP ranks; REQUEST is a number from 0.",
+        "from and to take a rank or a whole side (P, D); n is which matching event is hit, 0 the first.",
+        "pattern=fpf hits the first and the third; after and ms are milliseconds of the run, for is how long.",
+    ):
+        out.print(hanging("", line))

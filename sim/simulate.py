@@ -74,7 +74,7 @@ def judge(world: World, started: float) -> Result:
         by_rank=ranks,
         by_request=outcomes,
         sets=sets,
-        findings=find(world, ranks, sets, unfired),
+        findings=find(world, ranks, sets),
         checks=check_all(world.history, plan_of(world)),
         faults=[FaultFired(fault=str(f), fired=n) for f, n in zip(setup.faults, world.fired, strict=True)],
         digest=world.history.digest(),

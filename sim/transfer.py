@@ -102,17 +102,21 @@ class Transfer:
 def response_of(params: dict[str, Any], me: Endpoint, dp: int, transfer: Transfer) -> dict[str, Any]:
     """What prefill's engine answers the router with when its request finished (vLLM's `request_finished`)."""
     assert transfer.prefill_blocks is not None
+    ids = transfer.prefill_blocks.tolist()
+    transfer_id = params.get("transfer_id")
+    if me.release.transfer_id_missing == "synthesised":
+        transfer_id = params.get("transfer_id", f"sidecar-P-{transfer.index}")
     answer = {
         "do_remote_prefill": True,
         "do_remote_decode": False,
-        "remote_block_ids": transfer.prefill_blocks.tolist(),
+        "remote_block_ids": ids if me.release.block_ids == "flat" else [ids],
         "remote_engine_id": f"{me.host}:{me.handshake_port}",
         "remote_host": me.host,
         "remote_handshake_port": str(me.handshake_port),
         "remote_notify_port": str(me.notify_port),
         "remote_dp_size": me.dp,
         "tp_size": me.tp,
-        "transfer_id": params.get("transfer_id"),
+        "transfer_id": transfer_id,
     }
     if me.release.transfer_id_missing != "key_error":  # 0.28+ echoes the rank that the request ran on
         answer |= {"remote_dp_rank": dp, "remote_dp_rank_override": True, "remote_dp_size_local": me.dp}

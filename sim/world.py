@@ -105,7 +105,9 @@ class World:
         port = me.release.call("ports")(engine.dp % me.local_dp if pods else engine.dp, rank.tp, me.tp)
         host = me.hosts[me.pod(engine.dp)]
         if not self.network.bind((host, me.handshake_port + port), rank):
-            engine.started = False
+            # It waits for its listener for ever, and the other DP ranks of the deployment wait for it.
+            for other in self.prefills if engine in self.prefills else self.decodes:
+                other.started = False
         self.network.bind((host, me.notify_port + port), rank)
 
     def _bind_late(self, engine: PrefillEngine | DecodeEngine, rank: PrefillRank | DecodeRank) -> None:

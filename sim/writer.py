@@ -17,7 +17,7 @@ import numpy as np
 from sim.errors import PeerRefusal
 from sim.ledger import Bytes, Codes, Copy, cell_copy, raw_copy
 from sim.legs import Leg
-from sim.policies import Target, as_int, fold
+from sim.policies import MOST_RANKS, Target, as_int, fold
 from sim.rank import Rank
 from sim.scenario import Endpoint
 from sim.transfer import Transfer
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from sim.prefill import PrefillRank
 
 NEVER = 1 << 62
-PORTS = 65536
 AgentKey = tuple[int, int | None]
 
 
@@ -69,7 +68,7 @@ class Job:
         self.scheduled: set[int] = set()
         self.deferred: list[int] = []
         self.sealed: int | None = None
-        # decode's blocks and what was written of them; a second message starts this over (F7)
+        # decode's blocks and what was written of them; a second message starts this over
         self.blocks: list[int] | None = None
         self.decode_dp = 0
         self.writes_done = 0
@@ -154,6 +153,9 @@ class Writer:
                 self._close_failed(job)  # no session came in time for some layer
             elif job.scheduled:
                 job.sealed = len(job.scheduled)
+                if job.sealed < self._layers and not job.closed:
+                    detail = f"{job.sealed} of {self._layers} layers"
+                    self.world.log("sealed_short", self.name, request=job.transfer.index, detail=detail)
         for job in jobs:
             if job.closed or job.sealed is None or job.writes_done < job.sealed:
                 continue
@@ -294,7 +296,7 @@ class Writer:
             if not job.closed:
                 self._write(job, layer)
 
-    def release(self, transfer_id: Any, transfer: Transfer) -> None:
+    def drop(self, transfer_id: Any, transfer: Transfer) -> None:
         """Decode needs nothing: drop what is planned for the transfer (its tasks find it over)."""
         job = self._job_of(str(transfer_id), transfer)
         job.closed = True
@@ -320,7 +322,9 @@ class Writer:
             elif self._faulted or wire.entries * self._layers > self._sq_depth:
                 self._post_carefully(job, wire, layer)
             else:
-                land = job.last_land = self._nic.occupy(wire.rank.nic, now, wire.busy_ns) + wire.tail_ns
+                land = self._nic.occupy(wire.rank.nic, now, wire.busy_ns) + wire.tail_ns
+                if land > job.last_land:
+                    job.last_land = land
                 job.in_flight += 1
                 clock.after(land - now, partial(self._landed, job, wire.rank, wire.copy, layer))
         job.writes_done += 1
@@ -363,7 +367,7 @@ class Writer:
         job.last_land = max(job.last_land, effect.done_at)
         if effect.land_at is not None:
             part = copy.part(effect.fraction)
-            clock.after(effect.land_at - now, lambda _event: rank.land(layer, part, job.transfer, self.name, "wrote"))
+            clock.after(effect.land_at - now, lambda _event: self._land(job, rank, part, layer))
         if effect.done_at < NEVER:
             clock.after(effect.done_at - now, partial(self._completed, job, layer, effect.error))
 
@@ -379,10 +383,14 @@ class Writer:
         job.error = error
         self.world.log("transfer_failed", self.name, request=job.transfer.index, layer=layer, detail=error)
 
-    def _landed(self, job: Job, rank: DecodeRank, copy: Copy, layer: int, _event: Any) -> None:
+    def _land(self, job: Job, rank: DecodeRank, copy: Copy, layer: int) -> None:
+        """The NIC read prefill's blocks and wrote decode's: what lands is what prefill's blocks hold at that moment."""
         if job.transfer.source_reused:
             copy = self._read_again(job, rank, copy)
         rank.land(layer, copy, job.transfer, self.name, "wrote")
+
+    def _landed(self, job: Job, rank: DecodeRank, copy: Copy, layer: int, _event: Any) -> None:
+        self._land(job, rank, copy, layer)
         job.in_flight -= 1
         if job.sealed is not None:
             self._finalize(job)
@@ -390,7 +398,8 @@ class Writer:
     def _read_again(self, job: Job, rank: DecodeRank, copy: Copy) -> Copy:
         """Prefill gave the blocks to another request before the NIC read them: what lands is what is there now."""
         wires = self._wires(job)
-        return next((wire.copy for wire in wires if wire.rank is rank and wire.copy is not None), copy)
+        now = next((wire.copy for wire in wires if wire.rank is rank and wire.copy is not None), copy)
+        return now.part(len(copy.where) / len(now.where))
 
     # -- offsets ----------------------------------------------------------------------------------------------
 
@@ -427,9 +436,12 @@ class Writer:
         if self.me.release.write_plan == "local_strides" and mine.heads != theirs.heads:
             here, there = Bytes(mine, contents, first_head), Bytes(theirs, contents, 0)
             return raw_copy(geometry, here, there, pairs, into_remote=True), entries
+        whole = target.count == mine.heads == theirs.heads
+        if not whole and not geometry.mla and rank.me.release.write_plan != "head_slices":
+            raise PeerRefusal("MoRIIOError", "a write by heads needs a layout, and the peer's release advertises none")
         if target.remote + target.count > theirs.heads and not geometry.mla:
             raise PeerRefusal("MoRIIOError", f"heads {target.remote}+{target.count} at a rank of {theirs.heads} heads")
-        if not target.count == mine.heads == theirs.heads:
+        if not whole:
             entries = geometry.planes * len(pairs) * mine.block_size  # token-major: a work request a token
         copy = cell_copy(geometry, theirs, contents[local], remote, first_head + target.local, target.remote, target.count)
         return copy, entries
@@ -484,7 +496,7 @@ class Writer:
         self._close(job)
         if self.me.release.expiry == "write_failed":
             assert job.leg is not None
-            for dp in range(min(max(as_int(job.leg.dp_size), 1), PORTS)):
+            for dp in range(min(max(as_int(job.leg.dp_size), 1), MOST_RANKS)):
                 for target in job.targets:
                     self._notify(job, dp, target.tp_rank, "write_failed", partial(self._say_failed, job))
 

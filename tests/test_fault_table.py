@@ -98,6 +98,23 @@ def test_outcome(faults: tuple[str, ...], fields: dict[str, Any], release: str, 
     assert result.outcome == outcome
 
 
+def test_reuse_is_seen_on_every_way_to_post() -> None:
+    """A batch that reads blocks given away lands what is there now, also when a fault or a short queue is in the way."""
+    scenario: dict[str, Any] = {
+        "release": "0.30.0", "model": "llama-3.1-8b", "prompt_tokens": 64,
+        "requests": [{"prefill_blocks": [1, 2, 3, 4]}, {"arrival_ns": 80_000_000, "prefill_blocks": [1, 2, 3, 4]}],
+        "faults": ["delay-notice:remote_blocks,request=0,ms=72", "stop-at-prefill:0", "slow-nic:P0,factor=20000"],
+    }  # fmt: skip
+    plain = run(build(scenario))
+    assert plain.by_request == ["corrupt", "ok"]
+    for other in (
+        {"faults": [*scenario["faults"], "delay-transfer:write,ms=0.001,layer=31,request=1"]},
+        {"rdma": {"sq_depth": 64}},
+    ):
+        again = run(build({**scenario, **other}))
+        assert (again.by_request[0], again.coverage) == ("corrupt", plain.coverage)
+
+
 @pytest.mark.parametrize("release", since("0.26.0", "0.29.0"))
 def test_f13_overwrites_foreign_blocks(release: str) -> None:
     """vllm#48471: the local list becomes the tail of the remote one, so blocks of others are written."""
@@ -172,7 +189,7 @@ def test_f23_ports_collide() -> None:
 @pytest.mark.parametrize(("router", "outcome"), [("vllm-router 0.1.17", "failed"), ("toy-proxy", "ok")])
 def test_f24_heartbeat_lost(router: str, outcome: str) -> None:
     """vllm-router forgets an instance 5 s after its last heartbeat; the toy proxy never does."""
-    late = {"router": router, "requests": [{"arrival_ns": 8_000_000_000}]}
+    late: dict[str, Any] = {"router": router, "requests": [{"arrival_ns": 8_000_000_000}]}
     assert go("0.33.0", "stop-heartbeat:decode,ms=1000", **late).outcome == (outcome if outcome == "failed" else "vacuous")
 
 
@@ -205,7 +222,12 @@ def test_head_of_line() -> None:
 def test_send_queue() -> None:
     """A batch larger than the queue can't ever be posted; one that must wait too long is refused."""
     scattered = [{"prefill_blocks": list(range(1, 33, 2)), "decode_blocks": list(range(2, 34, 2))}]
-    small = {"rdma": {"sq_depth": 8}, "requests": scattered, "prefill": {"num_blocks": 64}, "decode": {"num_blocks": 64}}
+    small: dict[str, Any] = {
+        "rdma": {"sq_depth": 8},
+        "requests": scattered,
+        "prefill": {"num_blocks": 64},
+        "decode": {"num_blocks": 64},
+    }
     result = go("0.27.0", "delay-notice:remote_blocks,ms=50", **small)
     assert result.outcome == "hang"
     assert any("SQ request exceeds capacity" in finding.text for finding in result.findings)

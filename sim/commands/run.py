@@ -19,7 +19,7 @@ from sim.commands.options import build_scenario, check_output, scenario_data, sc
 def command(scenario: str | None, mode: str | None, prefill: str | None, decode: str | None, **options: Any) -> None:
     """Run one scenario and say which KV cells decode got, who was told, and why.
 
-    SCENARIO is a TOML or JSON file; every option overrides it. Example:
+    SCENARIO is a TOML or JSON file; every option overrides it. With `expect` the exit code is 1 if the result differs. Example:
 
     \b
       release = "0.26.0"

@@ -7,7 +7,7 @@ queue pairs) can't be seen from outside and is left out. Bytes move at the post,
 `process_vm_writev`, so both processes must belong to one user; `completion_delay_s` postpones bytes and completion.
 """
 
-# ruff: noqa: N802 -- the real library's spelling
+# ruff: noqa: N802, A002 -- the real library's spelling
 
 from __future__ import annotations
 
@@ -183,7 +183,7 @@ class RdmaBackendConfig:
 
     qp_per_transfer: int = 1
     post_batch_size: int = -1
-    num_workers: int = 1
+    num_worker_threads: int = 1
     poll_cq_mode: PollCqMode = PollCqMode.POLLING
     enable_notification: bool = True
 
@@ -227,21 +227,21 @@ class IOEngine:
         self._lock = threading.Lock()
         _allow_peers_into_this_process()
 
-    def create_backend(self, backend: BackendType, config: RdmaBackendConfig | XgmiBackendConfig) -> None:
+    def create_backend(self, type: BackendType, config: RdmaBackendConfig | XgmiBackendConfig | None = None) -> None:
         """Choose a transport. Without one no session can be made, as in the real library."""
-        self._backends.append(backend)
+        self._backends.append(type)
 
     def get_engine_desc(self) -> EngineDesc:
         """Return what a peer needs to register this engine."""
         return self._desc
 
-    def register_remote_engine(self, desc: EngineDesc) -> None:
+    def register_remote_engine(self, engine_desc: EngineDesc) -> None:
         """Make a peer's regions reachable."""
-        self._peers[desc.key] = desc
+        self._peers[engine_desc.key] = engine_desc
 
-    def deregister_remote_engine(self, desc: EngineDesc) -> None:
+    def deregister_remote_engine(self, engine_desc: EngineDesc) -> None:
         """Forget a peer."""
-        self._peers.pop(desc.key, None)
+        self._peers.pop(engine_desc.key, None)
 
     def register_torch_tensor(self, tensor: Any) -> MemoryDesc:
         """Register a contiguous CPU tensor of any shape; raises RuntimeError if it is not contiguous."""
@@ -254,17 +254,17 @@ class IOEngine:
         address = int(tensor.data_ptr())
         return MemoryDesc(self._desc.key, memory_id, -1, "", address, nbytes, int(MemoryLocationType.CPU))
 
-    def deregister_memory(self, memory: MemoryDesc) -> None:
+    def deregister_memory(self, mem_desc: MemoryDesc) -> None:
         """Do nothing: regions are not tracked."""
 
-    def create_session(self, local: MemoryDesc, remote: MemoryDesc) -> IOEngineSession | None:
+    def create_session(self, local_mem: MemoryDesc, remote_mem: MemoryDesc) -> IOEngineSession | None:
         """Pair two regions. None without a backend; raises RuntimeError for a peer that was never registered."""
         if not self._backends:
             return None
-        peer = self._peers.get(remote.engine_key)
+        peer = self._peers.get(remote_mem.engine_key)
         if peer is None:
-            raise RuntimeError(f"remote engine {remote.engine_key} is not registered")
-        return IOEngineSession(local, remote, peer.pid)
+            raise RuntimeError(f"remote engine {remote_mem.engine_key} is not registered")
+        return IOEngineSession(local_mem, remote_mem, peer.pid)
 
     def allocate_transfer_uid(self) -> int:
         """Return a number that names one transfer of this engine."""
@@ -297,21 +297,25 @@ class IOEngineSession:
         self._remote = remote
         self._remote_pid = remote_pid
 
-    def batch_read(self, local: Sequence[int], remote: Sequence[int], sizes: Sequence[int], uid: int) -> TransferStatus:
+    def batch_read(
+        self, local_offsets: Sequence[int], remote_offsets: Sequence[int], sizes: Sequence[int], transfer_uid: int, /
+    ) -> TransferStatus:
         """Copy remote bytes here, one entry a position of the three lists."""
-        return self._post("read", local, remote, sizes)
+        return self._post("read", local_offsets, remote_offsets, sizes)
 
-    def batch_write(self, local: Sequence[int], remote: Sequence[int], sizes: Sequence[int], uid: int) -> TransferStatus:
+    def batch_write(
+        self, local_offsets: Sequence[int], remote_offsets: Sequence[int], sizes: Sequence[int], transfer_uid: int, /
+    ) -> TransferStatus:
         """Copy local bytes there, one entry a position of the three lists."""
-        return self._post("write", local, remote, sizes)
+        return self._post("write", local_offsets, remote_offsets, sizes)
 
-    def read(self, local: int, remote: int, size: int, uid: int) -> TransferStatus:
+    def read(self, local_offset: int, remote_offset: int, size: int, transfer_uid: int, /) -> TransferStatus:
         """Copy one remote range here."""
-        return self._post("read", [local], [remote], [size])
+        return self._post("read", [local_offset], [remote_offset], [size])
 
-    def write(self, local: int, remote: int, size: int, uid: int) -> TransferStatus:
+    def write(self, local_offset: int, remote_offset: int, size: int, transfer_uid: int, /) -> TransferStatus:
         """Copy one local range there."""
-        return self._post("write", [local], [remote], [size])
+        return self._post("write", [local_offset], [remote_offset], [size])
 
     def alive(self) -> bool:
         """Tell whether the peer's process still exists."""

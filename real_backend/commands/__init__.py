@@ -1,0 +1,1 @@
+"""Commands that need a backend; each imports what it needs when it runs."""

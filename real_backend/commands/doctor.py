@@ -1,0 +1,40 @@
+"""`kvcover doctor`: what is here, what is missing for a tier, and how to get it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from typing import Literal
+
+import click
+
+from sim.errors import InputError, nearest
+
+
+@click.command("doctor")
+@click.option("--tier", default="connector", show_default=True, metavar="T", help="model, connector, engine or hardware.")
+@click.option("--peer", metavar="HOST:PORT", help="Also see whether something answers there.")
+@click.option("--transport", type=click.Choice(["rdma", "xgmi"]), default="rdma", show_default=True, help="What MoRI moves by.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of lines.")
+def command(tier: str, peer: str | None, transport: Literal["rdma", "xgmi"], as_json: bool) -> None:
+    """Say what this machine has for each tier, and how to get what is missing.
+
+    Exit code 0 if the tier can run here, 1 if not.
+    """
+    from real_backend.doctor import TIERS, Place, examine, lacking, parse_peer
+
+    if tier not in TIERS:
+        raise InputError("--tier", f"no tier {tier!r}", nearest(tier, TIERS))
+    if peer is not None:
+        parse_peer(peer)
+    lines = examine(Place(peer=peer, transport=transport))
+    short = lacking(lines, tier)
+    if as_json:
+        click.echo(json.dumps({"tier": tier, "ready": not short, "lines": [dataclasses.asdict(line) for line in lines]}))
+    else:
+        for line in lines:
+            click.echo(f"{line.state:8} {line.name:16} {line.text}" + (f" → {line.how}" if line.how else ""))
+        verdict = f"needs {', '.join(line.name for line in short)}" if short else "can run here"
+        click.echo(f"the {tier} tier {verdict}")
+    sys.exit(int(bool(short)))

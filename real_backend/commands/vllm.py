@@ -1,0 +1,51 @@
+"""`kvcover vllm`: the vLLM source trees that the connector tier runs."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import click
+
+from real_backend import trees
+
+
+@click.group("vllm")
+def command() -> None:
+    """Add, list and remove the vLLM source trees that `--tier connector` runs.
+
+    A release is installed without kernels, from its official source, into a cache of yours; nothing is installed over an
+    existing vLLM, torch or mori.
+    """
+
+
+@command.command("add")
+@click.argument("release_or_path", metavar="RELEASE|PATH")
+def add(release_or_path: str) -> None:
+    """Install a release such as 0.27.0, or register a working copy of vLLM at PATH."""
+    if os.sep in release_or_path or Path(release_or_path).is_dir():
+        tree = trees.add_working_copy(Path(release_or_path).expanduser())
+        click.echo(f"registered the working copy {tree.path} ({tree.version or 'version unknown'})")
+        return
+    tree = trees.add_release(release_or_path, lambda line: click.echo(line, err=True))
+    click.echo(f"vLLM {tree.version} is ready: kvcover run --tier connector --vllm {tree.version}")
+
+
+@command.command("list")
+def list_() -> None:
+    """List the trees that are known here."""
+    known = trees.trees()
+    for tree in known:
+        size = f"{trees.folder_mb(tree.path):5} MB" if tree.path and tree.kind == "cache" else " " * 8
+        click.echo(f"{tree.version or 'unknown':12} {tree.kind:12} {size}  {tree.path}")
+    if not known:
+        click.echo("no vLLM here; get one with `kvcover vllm add 0.33.0`")
+
+
+@command.command("remove")
+@click.argument("release_or_path", metavar="RELEASE|PATH")
+def remove(release_or_path: str) -> None:
+    """Delete a release from the cache, or forget a working copy (which stays where it is)."""
+    tree = trees.remove(release_or_path)
+    what = f"vLLM {tree.version}" if tree.kind == "cache" else f"the working copy {tree.path}"
+    click.echo(f"removed {what}" if tree.kind == "cache" else f"forgot {what}")

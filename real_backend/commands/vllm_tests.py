@@ -1,0 +1,39 @@
+"""`kvcover vllm-tests`: vLLM's own tests of its connector, over the loopback."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+
+import click
+
+
+@click.command("vllm-tests")
+@click.argument("release")
+@click.option("--vllm", metavar="R|PATH|installed", help="vLLM tree to test (default: the one of RELEASE; see `kvcover vllm`).")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
+def command(release: str, vllm: str | None, as_json: bool) -> None:
+    """Run vLLM's own MoRI-IO unit tests of RELEASE over the loopback mori.io, and count what passed.
+
+    Exit code 1 if a test failed. Needs the connector and test extras.
+    """
+    from real_backend.vllm_tests import find_tree, run_tests
+
+    report = run_tests(release, find_tree(release, vllm))
+    failed = report.total("failed")
+    if as_json:
+        totals = {field: report.total(field) for field in ("passed", "failed", "skipped")}
+        click.echo(json.dumps(dataclasses.asdict(report) | totals))
+    else:
+        click.echo(f"vLLM {release}: its own unit tests of the MoRI-IO connector, over the loopback mori.io")
+        width = max((len(count.file) for count in report.files), default=0)
+        for count in report.files:
+            click.echo(f"  {count.file:{width}}  {count.passed:4} passed {count.failed:4} failed {count.skipped:4} skipped")
+        for why, times in report.reasons.items():
+            click.echo(f"  {times} skipped: {why}")
+        for failure in report.failures:
+            click.echo(f"  failed: {failure}")
+        passed, skipped = report.total("passed"), report.total("skipped")
+        click.echo(f"{passed} passed, {failed} failed, {skipped} skipped in {report.seconds:.0f} s")
+    sys.exit(int(failed > 0))

@@ -1,0 +1,211 @@
+"""From a scenario to a connector case. What the harness can't do is refused by name, before anything starts."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from faults import KINDS, EventFault, Injector
+from real_backend.case import ConnectorCase, EngineSize, FaultPlan, Leg, ModelShape, RequestCase, Side, Timers
+from real_backend.injection import NOTICE_KINDS, TRANSFER_KINDS
+from real_backend.processes import MOST_RANKS
+from real_backend.rank_faults import RANK_KINDS
+from sim.errors import TierError
+from sim.geometry import Geometry
+from sim.scenario import Endpoint, Request, Scenario, Setup, resolve
+from sim.scenario import Timers as ScenarioTimers
+from sim.transfer import BlockPool
+
+# Fields of a scenario that the harness acts on, by place; `seed` decides nothing where nothing is drawn.
+_KNOWN: dict[str, tuple[str, ...]] = {
+    "": ("schema", "release", "decode_release", "mode", "model", "kv_dtype", "block_size", "prompt_tokens", "router", "seed",
+         "prefill", "decode", "timers", "requests", "faults", "expect", "fabric"),
+    "prefill": ("tp", "dp", "num_blocks"),
+    "decode": ("tp", "dp", "num_blocks"),
+    "timers": ("transfer_timeout_s", "defer_timeout_s", "recv_abort_timeout_s"),
+    "requests": ("prompt_tokens", "prefill_dp", "decode_dp", "prefill_blocks", "decode_blocks"),
+}  # fmt: skip
+_HINT = "leave it out, or use --tier model"
+_EVENTS = (*NOTICE_KINDS, *TRANSFER_KINDS, *RANK_KINDS, "abort")
+_RANK_MB = 90
+_MOST_TAGS = 2**31
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One scenario, ready to run. `keys` counts the key faults, which act on the legs."""
+
+    scenario: Scenario
+    setup: Setup
+    case: ConnectorCase
+    keys: Injector
+
+    @property
+    def memory_mb(self) -> int:
+        """What all its processes touch, about."""
+        return _cache_mb(self.case) + _RANK_MB * (self.case.ranks + self.case.prefill.dp + self.case.decode.dp)
+
+
+def to_job(scenario: Scenario) -> Job:
+    """Translate, or raise TierError naming the first field that the connector tier can't do."""
+    _refuse_unknown(scenario)
+    setup = resolve(scenario)
+    keys = Injector(setup.faults)
+    for index, fault in enumerate(setup.faults):
+        if isinstance(fault, EventFault) and fault.kind not in _EVENTS:
+            where = "on the model tier only" if "connector" not in KINDS[fault.kind].tiers else "not on the connector tier yet"
+            raise TierError(f"faults[{index}]", f"{fault.kind} acts {where}", _HINT)
+    tokens = max(request.prompt_tokens for request in setup.requests)
+    case = ConnectorCase(
+        mode=scenario.mode,
+        model=_shape(setup.geometry),
+        prefill=_size("prefill", setup.prefill),
+        decode=_size("decode", setup.decode),
+        requests=_requests(setup, keys),
+        block_size=scenario.block_size,
+        prompt_tokens=tokens,
+        timers=_timers(scenario.timers),
+        plan=FaultPlan(setup.faults),
+    )
+    _check_size(case)
+    return Job(scenario, setup, case, keys)
+
+
+def _refuse_unknown(scenario: Scenario) -> None:
+    """Defaults are left out of what a scenario writes, so every field that is there was asked for."""
+    fields: dict[str, Any] = msgspec.to_builtins(scenario)
+    if fields.get("fabric", "loopback") != "loopback":
+        raise TierError(
+            "fabric", f"{fields['fabric']!r}: bytes move in memory on the connector tier", 'leave it out, or use "loopback"'
+        )
+    requests = fields.get("requests")
+    parts: list[tuple[str, str, Mapping[str, Any]]] = [("", "", fields)]
+    parts += [(name, f"{name}.", fields[name]) for name in ("prefill", "decode", "timers") if name in fields]
+    if isinstance(requests, (list, tuple)):
+        parts += [("requests", f"requests[{index}].", spec) for index, spec in enumerate(requests)]
+    for part, prefix, given in parts:
+        for name, value in given.items():
+            if name not in _KNOWN[part]:
+                text = f"{value!r}"
+                shown = text if len(text) <= 60 else text[:57] + "..."
+                raise TierError(f"{prefix}{name}", f"{shown} can't be done on the connector tier", _HINT)
+
+
+def _shape(geometry: Geometry) -> ModelShape:
+    if not geometry.mla:
+        return ModelShape(geometry.layers, geometry.kv_heads, geometry.head_dim)
+    width = geometry.head_dim
+    if width < 2:
+        raise TierError("model", "a latent of one value can't be run", "use mla=64+16")
+    rope = 64 if width > 320 else max(1, width // 5)
+    return ModelShape(geometry.layers, latent=width - rope, rope=rope)
+
+
+def _size(side: Side, endpoint: Endpoint) -> EngineSize:
+    if endpoint.tp * endpoint.dp > MOST_RANKS:
+        raise TierError(
+            side, f"{endpoint.tp * endpoint.dp} ranks are more than the connector tier runs", f"use at most {MOST_RANKS}"
+        )
+    return EngineSize(endpoint.tp, endpoint.dp, endpoint.shape.num_blocks)
+
+
+def _timers(given: ScenarioTimers) -> Timers:
+    """Timers that the scenario sets are kept; vLLM's defaults are too long to wait for, so the harness has its own."""
+    usual = ScenarioTimers()
+    own = Timers()
+    return Timers(
+        transfer_s=given.transfer_timeout_s if given.transfer_timeout_s != usual.transfer_timeout_s else None,
+        defer_s=given.defer_timeout_s if given.defer_timeout_s != usual.defer_timeout_s else None,
+        read_abort_s=given.recv_abort_timeout_s if given.recv_abort_timeout_s != usual.recv_abort_timeout_s else own.read_abort_s,
+    )
+
+
+def _requests(setup: Setup, keys: Injector) -> tuple[RequestCase, ...]:
+    pools: dict[tuple[Side, int], BlockPool] = {}
+    for side, endpoint in (("prefill", setup.prefill), ("decode", setup.decode)):
+        for dp in range(endpoint.dp):
+            fixed = {
+                block
+                for request in setup.requests
+                if (request.prefill_dp if side == "prefill" else request.decode_dp) == dp
+                for block in getattr(request, f"{side}_blocks") or ()
+            }
+            pools["prefill" if side == "prefill" else "decode", dp] = BlockPool(endpoint.shape.num_blocks, fixed)
+
+    def blocks(side: Side, dp: int, request: Request) -> tuple[int, ...]:
+        fixed = request.prefill_blocks if side == "prefill" else request.decode_blocks
+        if not pools[side, dp].fits(request.blocks, fixed):
+            raise TierError(f"{side}.num_blocks", "too few for all requests at once", "raise it: the connector tier never queues")
+        return tuple(int(block) for block in pools[side, dp].take(request.index, request.blocks, fixed))
+
+    return tuple(
+        _request(setup, keys, request, blocks("prefill", request.prefill_dp, request), blocks("decode", request.decode_dp, request))
+        for request in setup.requests
+    )
+
+
+def _request(
+    setup: Setup, keys: Injector, request: Request, at_prefill: tuple[int, ...], at_decode: tuple[int, ...]
+) -> RequestCase:
+    scenario, router = setup.scenario, setup.router
+    if request.prompt_tokens % scenario.block_size:
+        whole = request.blocks * scenario.block_size
+        raise TierError(f"requests[{request.index}].prompt_tokens",
+                        f"{request.prompt_tokens} tokens: no whole blocks of {scenario.block_size}", f"use {whole}")  # fmt: skip
+    values = {
+        "transfer_id": f"tx-{request.index:032x}",
+        "prefill.tp": setup.prefill.tp,
+        "prefill.dp": setup.prefill.dp,
+        "prefill.dp_rank": request.prefill_dp,
+        "prefill.dp_local": setup.prefill.local_dp,
+        "prefill.hosts": ["127.0.0.1"],
+        "decode.tp": setup.decode.tp,
+        "decode.dp": setup.decode.dp,
+        "decode.dp_rank": request.decode_dp,
+        "decode.dp_local": setup.decode.local_dp,
+        "decode.hosts": ["127.0.0.1"],
+    }
+
+    def decode_leg(response: Mapping[str, Any]) -> Leg:
+        return keys.params(router.decode_leg(scenario.mode, values, response), "decode", request.index)[0]
+
+    prefill_leg = keys.params(router.prefill_leg(scenario.mode, values), "prefill", request.index)[0]
+    return RequestCase(at_prefill, at_decode, prefill_leg, decode_leg, request.prefill_dp, request.decode_dp, request.prompt_tokens)
+
+
+def _check_size(case: ConnectorCase) -> None:
+    model = case.model
+    tags = (len(case.requests) + 1) * case.prompt_tokens * model.layers * model.planes * model.heads * model.width
+    if tags >= _MOST_TAGS:
+        raise TierError("model", f"{tags} tagged values are more than fit 31 bits", "use fewer layers, requests or tokens")
+    need, free = _cache_mb(case), _free_mb()
+    if need > 0.7 * free:
+        raise TierError("model", f"needs {need} MB of memory, {free} MB are free", "use fewer layers, ranks or tokens")
+
+
+def _cache_mb(case: ConnectorCase) -> int:
+    """Memory of the cells that requests touch, twice where decode keeps what it used."""
+    model, total = case.model, 0
+    for side in ("prefill", "decode"):
+        size = case.prefill if side == "prefill" else case.decode
+        heads = len(model.owned_heads(0, size.tp))
+        a_block = model.layers * model.planes * heads * model.width * case.block_size * 4
+        copies = 2 if side == "decode" and case.mode == "read" else 1
+        total += copies * size.tp * a_block * sum(len(request.prefill_blocks) for request in case.requests)
+    return round(total / 1e6)
+
+
+def _free_mb() -> int:
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return next(int(line.split()[1]) // 1000 for line in lines if line.startswith("MemAvailable"))
+    except (OSError, StopIteration, ValueError):
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 1_000_000
+
+
+free_mb = _free_mb
