@@ -181,8 +181,10 @@ def _plain(value: Any) -> str:
 
 def _given(fault: EventFault) -> dict[str, Any]:
     """The parameters that were given, under the names that people write."""
-    built = msgspec.to_builtins(fault)
-    return {name: value for name, value in built.items() if name not in ("kind", "target")}
+    fields = msgspec.structs.fields(EventFault)
+    given = {field.encode_name: getattr(fault, field.name) for field in fields if field.name not in ("kind", "target")}
+    defaults = {field.encode_name: field.default for field in fields}
+    return {name: value for name, value in given.items() if value != defaults[name]}
 
 
 def _unfit(name: str, value: Any) -> str:

@@ -17,7 +17,6 @@ from typing import Any, Literal
 import msgspec
 
 from real_backend.doctor import Place, examine, lacking
-from real_backend.report import ConnectorResult
 from real_backend.translate import to_job
 from real_backend.trees import choose
 from sim.errors import TierError
@@ -76,7 +75,7 @@ def read_result(path: Path) -> Result:
     data: dict[str, Any] = json.loads(path.read_text())
     if "error" in data:
         raise TierError(*data["error"])
-    return msgspec.convert(data, ConnectorResult)
+    return msgspec.convert(data, Result)
 
 
 def _end_of(log: Path) -> str:

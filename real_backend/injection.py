@@ -35,7 +35,7 @@ _Lists = tuple[list[int], list[int], list[int]]
 
 
 class Injection:
-    """The faults of one process. `bound` and `dialled` are ports, in order."""
+    """The faults of one process. `bound` are its ports, `dialled` the handshake ports it went to, in order."""
 
     def __init__(self, case: ConnectorCase, side: Side, name: str, ports: dict[Side, Ports]) -> None:
         self.case, self.side, self.name, self.ports = case, side, name, ports
@@ -97,7 +97,8 @@ class Injection:
             if kwargs.get("bind"):
                 self.bound.append(port)
                 return socket
-            self.dialled.append(port)
+            if port not in notices:
+                self.dialled.append(port)
             if self._injector is None or not self._injector.plans("notice") or port not in notices:
                 return socket
             return _NoticeSocket(self, socket, path[: found.start()] if found else path, port)

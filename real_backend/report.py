@@ -18,12 +18,6 @@ from sim.simulate import replay_line
 _LOG_LINES = 40
 
 
-class ConnectorResult(Result, frozen=True, kw_only=True):
-    """A result of the connector tier. `backend` says what was real, which timers were in force, and how the log ended."""
-
-    backend: dict[str, Any]
-
-
 def to_result(
     job: Job, seen: CaseResult, trees: tuple[Tree, Tree], infos: tuple[dict[str, Any], dict[str, Any]], vllm: str | None
 ) -> Result:
@@ -38,7 +32,7 @@ def to_result(
     ranks = view.ranks()
     sets = view.sets(ranks)
     replay = replay_line(scenario) + " --tier connector" + (f" --vllm {vllm}" if vllm else "")
-    return ConnectorResult(
+    return Result(
         tier="connector",
         release=_release(trees[0], infos[0], job.setup.prefill.release.name),
         decode_release=_release(trees[1], infos[1], job.setup.decode.release.name),
@@ -291,4 +285,4 @@ class _View:
         ]  # fmt: skip
 
 
-__all__ = ["ConnectorResult", "RankReport", "to_result"]
+__all__ = ["RankReport", "to_result"]

@@ -81,7 +81,10 @@ class FaultFired(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True):
-    """What came of one scenario on one tier."""
+    """What came of one scenario on one tier.
+
+    `backend` says for a real tier what was real: which `mori.io`, which trees, which timers, how the log ended.
+    """
 
     schema: int = RESULT_SCHEMA
     tier: str
@@ -112,6 +115,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     transfer_ms: Percentiles | None = None
     time_to_go_ms: Percentiles | None = None
     scenario: dict[str, Any] | None = None
+    backend: dict[str, Any] | None = None
 
     def to_json(self) -> str:
         """One line of JSON."""

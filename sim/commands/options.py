@@ -36,7 +36,7 @@ _SCENARIO: tuple[Decorator, ...] = (
     click.option("--model", metavar="M", help="Preset, config.json, layers=2,kv_heads=8,head_dim=8, layers=2,mla=64+16."),
     click.option("--router", metavar="NAME", help="Who fills in the params, e.g. 'vllm-router 0.1.15' (default: toy-proxy)."),
     click.option("--fault", "faults", multiple=True, metavar="FAULT",
-                 help="drop:KEY, set:KEY=JSON or rename:KEY=NEW, each with @prefill or @decode, or any other kind of `kvcover faults`. Repeatable."),
+                 help="drop:KEY, set:KEY=JSON, rename:KEY=NEW (@prefill, @decode), or see `kvcover faults`. Repeatable."),
     click.option("--override", "overrides", multiple=True, metavar="FIELD=POLICY",
                  help="Exchange one policy of the release; see `kvcover releases`. Repeatable."),
     click.option("--set", "sets", multiple=True, metavar="FIELD=VALUE",
