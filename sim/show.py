@@ -84,6 +84,31 @@ def show_matrix(results: list[Result]) -> None:
         out.print(f"  {example.replay}", soft_wrap=True)
 
 
+def matrix_markdown(results: list[Result]) -> str:
+    """The same as Markdown: one table a mode, what ran, and the line that sums it up."""
+    lines = []
+    for mode in dict.fromkeys(result.mode for result in results):
+        mine = [result for result in results if result.mode == mode]
+        first, columns = mine[0], list(dict.fromkeys(result.decode["tp"] for result in mine))
+        lines += [f"**{mode.upper()}**, vLLM {_releases(first)}, {first.model}, {first.tier} tier: coverage and outcome", ""]
+        lines += ["| P \\ D | " + " | ".join(f"TP{tp}" for tp in columns) + " |", "|---" * (len(columns) + 1) + "|"]
+        for prefill in dict.fromkeys(result.prefill["tp"] for result in mine):
+            row = [f"{fraction(r.coverage)} {r.outcome}" for r in mine if r.prefill["tp"] == prefill]
+            lines.append(f"| TP{prefill} | " + " | ".join(row) + " |")
+        lines.append("")
+    backend = results[0].backend
+    if backend:
+        trees = backend.get("prefill_vllm"), backend.get("decode_vllm")
+        lines.append(f"mori.io: {backend.get('mori')}; connector files: {_hashes(trees)}")
+    return "\n".join([*lines, summarize(results).line])
+
+
+def _hashes(trees: tuple[object, object]) -> str:
+    """The hash of each side's connector files, once if they are the same."""
+    found = dict.fromkeys(str(tree.get("connector_sha256")) for tree in trees if isinstance(tree, dict))
+    return ", ".join(found) or "unknown"
+
+
 def _show_mode(out: Console, results: list[Result]) -> None:
     first = results[0]
     columns = list(dict.fromkeys(result.decode["tp"] for result in results))

@@ -87,6 +87,15 @@ def test_cells_of_a_matrix_say_coverage_and_outcome(kvcover: Any) -> None:
     assert "1 of 2 pairings are not good" in out
 
 
+def test_a_matrix_as_markdown(kvcover: Any) -> None:
+    words = ("--release", "0.27.0", "--mode", "write", "--prefill", "4", "--decode", "4,8", "--model", "layers=2,mla=64+16")
+    code, out, _ = kvcover("matrix", *words, "--markdown")
+    assert code == 0
+    assert "| P \\ D | TP4 | TP8 |" in out
+    assert "| TP4 | 1.0 ok | 0.5 hang |" in out
+    assert out.rstrip().endswith("1 of 2 pairings are not good (WRITE 1 ok, 1 hang)")
+
+
 @pytest.mark.parametrize(("words", "code"), [
     (["matrix", "--mode", "write", "--check"], 0),
     (["matrix", "--mode", "write", "--release", "0.27.0", "--check"], 1),

@@ -15,8 +15,9 @@ from sim.errors import InputError, nearest, short
 @click.option("--mode", default="both", show_default=True, metavar="write|read|both", help="Transfer modes.")
 @click.option("--prefill", default="1,2,4,8", show_default=True, metavar="N,N,…", help="Prefill TP sizes.")
 @click.option("--decode", default="1,2,4,8", show_default=True, metavar="N,N,…", help="Decode TP sizes.")
+@click.option("--markdown", is_flag=True, help="Print Markdown, to paste into a pull request.")
 @scenario_options
-def command(mode: str, prefill: str, decode: str, **options: Any) -> None:
+def command(mode: str, prefill: str, decode: str, markdown: bool, **options: Any) -> None:
     """Run every prefill-TP × decode-TP pairing and say in one line what was found.
 
     Each cell shows the fraction of decode's KV cache that arrived, right, before decode was told to go, and the outcome.
@@ -36,6 +37,10 @@ def command(mode: str, prefill: str, decode: str, **options: Any) -> None:
     write_output(options["output"], lines)
     if options["as_json"]:
         click.echo(lines, nl=False)
+    elif markdown:
+        from sim.show import matrix_markdown
+
+        click.echo(matrix_markdown(results))
     else:
         from sim.show import show_matrix
 
