@@ -17,8 +17,9 @@ from real_backend.processes import MOST_RANKS
 from real_backend.rank_faults import RANK_KINDS
 from sim.errors import TierError
 from sim.geometry import Geometry
-from sim.scenario import Endpoint, Request, Scenario, Setup, resolve
+from sim.scenario import Scenario
 from sim.scenario import Timers as ScenarioTimers
+from sim.setup import Endpoint, Request, Setup, resolve
 from sim.transfer import BlockPool
 
 # Fields of a scenario that the harness acts on, by place; `seed` decides nothing where nothing is drawn.

@@ -12,7 +12,8 @@ if TYPE_CHECKING:
     from sim.errors import InputError
     from sim.releases import RELEASES
     from sim.result import Result
-    from sim.scenario import RequestSpec, Scenario, Side, build, load, resolve
+    from sim.scenario import RequestSpec, Scenario, Side, build, load
+    from sim.setup import resolve
     from sim.simulate import run, run_world
 
 __all__ = [
@@ -30,7 +31,7 @@ _HOMES = {
     "Side": "sim.scenario",
     "build": "sim.scenario",
     "load": "sim.scenario",
-    "resolve": "sim.scenario",
+    "resolve": "sim.setup",
 }
 
 

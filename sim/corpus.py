@@ -21,7 +21,8 @@ from sim.errors import InputError, TierError, nearest
 from sim.expect import disagreement
 from sim.releases import RELEASES
 from sim.result import GOOD, Result
-from sim.scenario import Expect, Outcome, Scenario, build, resolve
+from sim.scenario import Expect, Outcome, Scenario, build
+from sim.setup import resolve
 from sim.show import progress
 from sim.tiers import load_tier
 

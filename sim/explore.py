@@ -27,7 +27,8 @@ import numpy as np
 from sim.errors import InputError
 from sim.grid import faults_of, side_of, sizes_of
 from sim.result import GOOD, OUTCOMES, Result
-from sim.scenario import Scenario, resolve
+from sim.scenario import Scenario
+from sim.setup import resolve
 from sim.shrink import Draft, shrink
 from sim.simulate import run_world
 from sim.swarm import Swarm

@@ -12,7 +12,7 @@ from sim.outcome import intended_peers
 from sim.policies import POLICIES
 from sim.releases import ConnectorRelease
 from sim.result import Finding, RankCoverage, Sets
-from sim.scenario import Endpoint
+from sim.setup import Endpoint
 from sim.world import World
 
 

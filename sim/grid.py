@@ -13,7 +13,8 @@ import msgspec
 from faults import KINDS, FaultKind
 from faults.params import LEGS
 from sim.routers import TOY_PROXY
-from sim.scenario import Scenario, Side, resolve
+from sim.scenario import Scenario, Side
+from sim.setup import resolve
 from sim.shrink import Draft
 from sim.simulate import run_world
 from sim.world import World

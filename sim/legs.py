@@ -9,7 +9,7 @@ import msgspec
 
 from sim.errors import PeerRefusal
 from sim.policies import as_int
-from sim.scenario import Endpoint
+from sim.setup import Endpoint
 
 _ADDRESS_KEYS = ("remote_host", "remote_handshake_port", "remote_notify_port")
 

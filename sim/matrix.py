@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from sim.result import Result
-from sim.scenario import build, resolve
+from sim.scenario import build
+from sim.setup import resolve
 from sim.show import progress
 from sim.tiers import load_tier
 

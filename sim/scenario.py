@@ -1,7 +1,8 @@
 """The scenario: one strict, versioned description that every tier runs.
 
-`load` reads TOML or JSON, `build` turns a plain dictionary into a `Scenario`, `Setup` is a scenario with every name
-looked up and every default filled in. All of them raise InputError with the place, the value and the nearest right one.
+`load` reads TOML or JSON and `build` turns a plain dictionary into a `Scenario`. Both raise InputError with the place,
+the value and the nearest right one. A scenario with every name looked up and every default filled in is a
+`sim.setup.Setup`.
 """
 
 from __future__ import annotations
@@ -20,13 +21,10 @@ from msgspec import Meta
 
 from faults import KINDS, EventFault, Fault, FaultSyntaxError, KeyFault, parse_fault
 from faults.read import UnfitJson, plain_json, too_deep, unicode
-from sim.clock import stream
-from sim.errors import InputError, PeerRefusal, nearest, short
-from sim.fabric import Fabric, FabricSpec, get_fabric
-from sim.geometry import CacheShape, Geometry
-from sim.presets import resolve_model
-from sim.releases import NEWEST, ConnectorRelease, get_release
-from sim.routers import TOY_PROXY, Router, get_router
+from sim.errors import InputError, nearest, short
+from sim.fabric import FabricSpec
+from sim.releases import NEWEST
+from sim.routers import TOY_PROXY
 
 Mode = Literal["write", "read"]
 Size = Annotated[int, Meta(ge=1, le=256)]
@@ -36,9 +34,6 @@ Nanoseconds = Annotated[int, Meta(ge=0, le=10**15)]
 Seconds = Annotated[float, Meta(gt=0, le=10**6)]
 Host = Annotated[str, Meta(pattern="^[!-~]+$", max_length=253)]
 Block = Annotated[int, Meta(ge=1, le=1 << 20)]  # vLLM never hands out block 0
-_MAX_CELLS = 1 << 24  # of one rank and layer
-_MAX_NEEDED = 1 << 27  # cells of all requests on all ranks: 3 GB
-_MAX_EVENTS = 20_000_000  # minutes, and 3 GB
 
 
 class _Strict(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -368,118 +363,6 @@ def _literals(annotation: Any) -> list[str]:
     return []
 
 
-# -- looking everything up ---------------------------------------------------------------------------------------
-
-
-class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
-    """One engine with every default filled in; `shape` is the cache of one rank and layer."""
-
-    letter: str
-    tp: int
-    dp: int
-    hosts: tuple[str, ...]
-    handshake_port: int
-    notify_port: int
-    shape: CacheShape
-    release: ConnectorRelease
-    side: Side
-
-    @property
-    def host(self) -> str:
-        """The first pod's host, which is the instance's address."""
-        return self.hosts[0]
-
-    @property
-    def local_dp(self) -> int:
-        """DP ranks a pod."""
-        return self.dp // len(self.hosts)
-
-    def pod(self, dp: int) -> int:
-        return dp // self.local_dp
-
-    def rank_name(self, dp: int, tp: int) -> str:
-        return f"{self.letter}{dp}.{tp}" if self.dp > 1 else f"{self.letter}{tp}"
-
-    def rank_names(self) -> list[str]:
-        return [self.rank_name(dp, tp) for dp in range(self.dp) for tp in range(self.tp)]
-
-
-class Request(msgspec.Struct, frozen=True, kw_only=True):
-    """One request with every default filled in; blocks are None when the pool chooses."""
-
-    index: int
-    arrival_ns: int
-    prompt_tokens: int
-    blocks: int
-    plain: bool
-    decode_hit_blocks: int
-    suffix_only: bool
-    external_zero: bool
-    prefill_dp: int
-    decode_dp: int
-    prefill_blocks: tuple[int, ...] | None
-    decode_blocks: tuple[int, ...] | None
-
-
-class Setup(msgspec.Struct, frozen=True, kw_only=True):
-    """A scenario with every name looked up."""
-
-    scenario: Scenario
-    geometry: Geometry
-    router: Router
-    fabric: Fabric
-    faults: tuple[Fault, ...]
-    requests: tuple[Request, ...]
-    prefill: Endpoint
-    decode: Endpoint
-    transfer_timeout_ns: int
-    defer_timeout_ns: int
-    recv_abort_timeout_ns: int
-
-
-def resolve(scenario: Scenario) -> Setup:
-    """Look up every name of the scenario; raises InputError for names and numbers that don't fit together."""
-    prefill_release = get_release(scenario.release)
-    decode_release = get_release(scenario.decode_release or scenario.release, "decode_release")
-    geometry = resolve_model(scenario.model, scenario.kv_dtype)
-    requests = _requests(scenario)
-    prefill = _endpoint("prefill", scenario, geometry, requests, prefill_release)
-    decode = _endpoint("decode", scenario, geometry, requests, decode_release)
-    _check_expect(scenario)
-    _check_work(geometry, requests, prefill, decode)
-    return Setup(
-        scenario=scenario,
-        geometry=geometry,
-        router=get_router(scenario.router, prefill_release.name),
-        fabric=get_fabric(scenario.fabric),
-        faults=_faults(scenario, requests, prefill, decode),
-        requests=requests,
-        prefill=prefill,
-        decode=decode,
-        transfer_timeout_ns=round(scenario.timers.transfer_timeout_s * 1e9),
-        defer_timeout_ns=round(scenario.timers.defer_timeout_s * 1e9),
-        recv_abort_timeout_ns=round(scenario.timers.recv_abort_timeout_s * 1e9),
-    )
-
-
-def _faults(scenario: Scenario, requests: tuple[Request, ...], prefill: Endpoint, decode: Endpoint) -> tuple[Fault, ...]:
-    ranks = [*prefill.rank_names(), *decode.rank_names()]
-    faults = []
-    for index, given in enumerate(scenario.faults):
-        place = f"faults[{index}]"
-        fault = fault_of(place, given)
-        if isinstance(fault, KeyFault):
-            named = list(fault.requests or ())
-        else:
-            named = [fault.request] if fault.request is not None else []
-            _check_target(place, fault, ranks, named)
-        for request in named:
-            if request >= len(requests):
-                raise InputError(place, f"there is no request {request}", f"use 0 to {len(requests) - 1}")
-        faults.append(fault)
-    return tuple(faults)
-
-
 def fault_of(place: str, given: dict[str, Any] | str) -> Fault:
     """A fault written as a shorthand or as a table."""
     try:
@@ -507,185 +390,3 @@ def _fault_in_table(place: str, given: dict[str, Any]) -> Fault:
         if isinstance(error.__cause__, FaultSyntaxError):
             raise error.__cause__ from None
         raise _explain(error, given, struct, place) from None
-
-
-def _check_target(place: str, fault: EventFault, ranks: list[str], named: list[int]) -> None:
-    """Ranks and requests that an event fault names must exist."""
-    syntax = KINDS[fault.kind].syntax
-    engines = {"P", "D", *(rank.partition(".")[0] for rank in ranks)}
-    if ":RANK" in syntax and fault.target not in ranks:
-        raise InputError(place, f"there is no rank {fault.target!r}", _near_rank(fault.target, ranks))
-    for name in (fault.sender, fault.receiver):
-        if name is not None and name not in ranks and name not in engines:
-            raise InputError(place, f"there is no rank {name!r}", _near_rank(name, ranks))
-    if ":REQUEST" in syntax:
-        named.append(int(fault.target))
-
-
-def _near_rank(name: str, ranks: list[str]) -> str:
-    """The nearest rank, or all of them when they are few."""
-    if len(ranks) <= 16:
-        return nearest(name.upper(), ranks)
-    prefill = [rank for rank in ranks if rank.startswith("P")]
-    return f"use {prefill[0]} to {prefill[-1]} or {ranks[len(prefill)]} to {ranks[-1]}"
-
-
-def _check_expect(scenario: Scenario) -> None:
-    expected = scenario.expect.by_rank if scenario.expect else None
-    there_are = scenario.decode.dp * scenario.decode.tp
-    if expected is not None and len(expected) != there_are:
-        raise InputError("expect.by_rank", f"{len(expected)} numbers for {there_are} decode ranks", f"give {there_are}")
-
-
-def _check_work(geometry: Geometry, requests: tuple[Request, ...], prefill: Endpoint, decode: Endpoint) -> None:
-    """Refuse what would run for hours or fill the memory, in steps of ranks and in cells, before it begins."""
-    ranks = prefill.tp + decode.tp
-    step = prefill.side.max_tokens_per_step
-    steps = sum(-(-request.prompt_tokens // step) if step else 1 for request in requests)
-    events = steps * geometry.layers * ranks + prefill.tp * prefill.dp * decode.dp
-    if events > _MAX_EVENTS:
-        smaller = "max_tokens_per_step gives many steps: raise it, or lower" if steps > len(requests) else "lower"
-        raise InputError(
-            "scenario",
-            f"{len(requests)} requests × {geometry.layers} layers × TP {prefill.tp} + {decode.tp} are some {events} events, "
-            f"more than the {_MAX_EVENTS} that end in minutes",
-            f"{smaller} requests, the model's layers or tp",
-        )
-    heads = geometry.heads_per_rank(prefill.tp) * prefill.tp + geometry.heads_per_rank(decode.tp) * decode.tp
-    cells = sum(request.blocks for request in requests) * geometry.planes * heads
-    if cells > _MAX_NEEDED:
-        problem = f"its requests have {cells} cells on all ranks, more than the {_MAX_NEEDED} that fit in memory"
-        raise InputError("scenario", problem, "lower requests, prompt_tokens or tp")
-
-
-def _requests(scenario: Scenario) -> tuple[Request, ...]:
-    wanted = scenario.requests
-    if wanted is None:
-        # One for each DP rank, so that a fault which only some DP ranks see is seen.
-        wanted = max(scenario.prefill.dp, scenario.decode.dp)
-    specs = wanted if isinstance(wanted, tuple) else (RequestSpec(),) * wanted
-    if not specs:
-        raise InputError("requests", "[] holds no request", "leave it out, or give a number such as 1")
-    arrivals = _arrivals(scenario, len(specs))
-    return tuple(_request(scenario, index, spec, arrivals[index]) for index, spec in enumerate(specs))
-
-
-def _arrivals(scenario: Scenario, count: int) -> list[int]:
-    """Poisson arrivals of the workload in ns, or all at once."""
-    rate = scenario.workload.rate_per_s
-    if rate is None:
-        return [0] * count
-    gaps = stream(scenario.seed, "arrivals").exponential(1e9 / rate, count)
-    arrivals: list[int] = gaps.cumsum().astype("int64").tolist()
-    return arrivals
-
-
-def _request(scenario: Scenario, index: int, spec: RequestSpec, arrival_ns: int) -> Request:
-    place = f"requests[{index}]"
-    tokens = spec.prompt_tokens or scenario.prompt_tokens
-    blocks = _blocks(tokens, scenario)
-    for name, side in (("prefill", scenario.prefill), ("decode", scenario.decode)):
-        dp = getattr(spec, f"{name}_dp")
-        if dp is not None and dp >= side.dp:
-            raise InputError(f"{place}.{name}_dp", f"{dp} is no DP rank", f"use 0 to {side.dp - 1} or raise {name}.dp")
-        ids = getattr(spec, f"{name}_blocks")
-        if ids is None:
-            continue
-        need = _blocks(tokens + side.lookahead_tokens, scenario)
-        if len(ids) != need:
-            raise InputError(f"{place}.{name}_blocks", f"{len(ids)} blocks for a prompt of {need}", f"give {need} block ids")
-        if len(set(ids)) != len(ids):
-            raise InputError(f"{place}.{name}_blocks", f"{short(list(ids))} repeats a block", "give each block once")
-    if spec.decode_hit_blocks > blocks:
-        raise InputError(f"{place}.decode_hit_blocks", f"{spec.decode_hit_blocks} of {blocks} blocks", f"use at most {blocks}")
-    return Request(
-        index=index,
-        arrival_ns=arrival_ns if spec.arrival_ns is None else spec.arrival_ns,
-        prompt_tokens=tokens,
-        blocks=blocks,
-        plain=spec.plain,
-        decode_hit_blocks=spec.decode_hit_blocks,
-        suffix_only=spec.suffix_only,
-        external_zero=spec.external_zero,
-        prefill_dp=index % scenario.prefill.dp if spec.prefill_dp is None else spec.prefill_dp,
-        decode_dp=index % scenario.decode.dp if spec.decode_dp is None else spec.decode_dp,
-        prefill_blocks=spec.prefill_blocks,
-        decode_blocks=spec.decode_blocks,
-    )
-
-
-def _blocks(tokens: int, scenario: Scenario) -> int:
-    return -(-tokens // scenario.block_size)
-
-
-_DEFAULT_ADDRESS = {"prefill": ("10.0.0.1", 6301, 61005), "decode": ("10.0.0.2", 7301, 62005)}
-
-
-def _endpoint(
-    name: str, scenario: Scenario, geometry: Geometry, requests: tuple[Request, ...], release: ConnectorRelease
-) -> Endpoint:
-    side: Side = getattr(scenario, name)
-    host, handshake_port, notify_port = _DEFAULT_ADDRESS[name]
-    if side.dp % side.pods:
-        raise InputError(f"{name}.pods", f"{side.pods} pods can't share {side.dp} DP ranks", f"use a divisor of {side.dp}")
-    hosts = (side.host or host, *(f"{side.host or host}-pod{pod}" for pod in range(1, side.pods)))
-    handshake_port, notify_port = side.handshake_port or handshake_port, side.notify_port or notify_port
-    _check_ports(name, handshake_port, notify_port, side.dp * side.tp)
-    try:
-        geometry.heads_of(0, side.tp)
-    except PeerRefusal as error:
-        sizes = [str(t) for t in range(1, 257) if geometry.kv_heads % t == 0 or t % geometry.kv_heads == 0]
-        close = min(sizes, key=lambda t: abs(int(t) - side.tp))
-        raise InputError(f"{name}.tp", f"{side.tp}: {error.text}", f"use {close}") from None
-    shape = CacheShape(
-        planes=geometry.planes,
-        num_blocks=_pool_size(name, side, scenario, requests),
-        block_size=scenario.block_size,
-        heads=geometry.heads_per_rank(side.tp),
-        head_bytes=geometry.head_bytes,
-    )
-    if shape.units > _MAX_CELLS:
-        raise InputError(f"{name}.num_blocks", f"{shape.num_blocks} blocks are more than this machine should hold",
-                         f"use at most {_MAX_CELLS * shape.num_blocks // shape.units}, or a shorter prompt")  # fmt: skip
-    return Endpoint(
-        letter=name[0].upper(),
-        tp=side.tp,
-        dp=side.dp,
-        hosts=hosts,
-        handshake_port=handshake_port,
-        notify_port=notify_port,
-        shape=shape,
-        release=release.overridden(scenario.overrides),
-        side=side,
-    )
-
-
-def _check_ports(name: str, handshake_port: int, notify_port: int, ranks: int) -> None:
-    """Each rank has a port of both kinds: two ranges that must fit and not overlap."""
-    if 2 * ranks > 65535:
-        raise InputError(name, f"{ranks} ranks need two ports each, and there are 65535", "lower tp or dp")
-    for field, port in (("handshake_port", handshake_port), ("notify_port", notify_port)):
-        if port + ranks > 65536:
-            raise InputError(f"{name}.{field}", f"{port} leaves no room for {ranks} ranks", f"use at most {65536 - ranks}")
-    if abs(handshake_port - notify_port) < ranks:
-        problem = f"{notify_port} overlaps the handshake ports, {ranks} from {handshake_port} on"
-        raise InputError(f"{name}.notify_port", problem, f"keep them at least {ranks} apart")
-
-
-def _pool_size(name: str, side: Side, scenario: Scenario, requests: tuple[Request, ...]) -> int:
-    """Blocks of a rank's pool: as asked, else twice what its requests need, and block 0, which vLLM never hands out.
-
-    With a workload blocks are used again; without, all requests may be there at once and must fit.
-    """
-    need, highest, largest = [0] * side.dp, 0, 0
-    for request in requests:
-        size = _blocks(request.prompt_tokens + side.lookahead_tokens, scenario)
-        need[getattr(request, f"{name}_dp")] += size
-        largest = max(largest, size)
-        highest = max(highest, *(getattr(request, f"{name}_blocks") or (0,)))
-    size = side.num_blocks or max(2 * max(need) + 1, highest + 1)
-    if largest > size - 1:
-        raise InputError(f"{name}.num_blocks", f"{size} blocks can't hold a request of {largest}", f"use at least {largest + 1}")
-    if highest >= size:
-        raise InputError(f"{name}.num_blocks", f"{size} blocks have no block {highest}", f"use at least {highest + 1}")
-    return size

@@ -18,7 +18,8 @@ from sim.errors import InputError
 from sim.geometry import Geometry
 from sim.presets import resolve_model
 from sim.result import Result
-from sim.scenario import Scenario, build, resolve
+from sim.scenario import Scenario, build
+from sim.setup import resolve
 from sim.simulate import run_world
 
 Draft = dict[str, Any]

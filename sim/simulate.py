@@ -21,7 +21,8 @@ from sim.outcome import (
     transfer_times,
 )
 from sim.result import FaultFired, Result, worst
-from sim.scenario import Scenario, Setup, fault_of, resolve
+from sim.scenario import Scenario, fault_of
+from sim.setup import Setup, resolve
 from sim.world import World
 
 

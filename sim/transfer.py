@@ -8,7 +8,7 @@ import numpy as np
 
 from sim.geometry import Geometry
 from sim.ledger import Codes, Count, Need, cell_index, code_of
-from sim.scenario import Endpoint, Request
+from sim.setup import Endpoint, Request
 
 
 class BlockPool:

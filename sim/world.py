@@ -14,7 +14,7 @@ from sim.history import History
 from sim.network import MS, Network
 from sim.policies import map_fan
 from sim.prefill import PrefillEngine
-from sim.scenario import Endpoint, Request, Setup
+from sim.setup import Endpoint, Request, Setup
 from sim.transfer import Transfer
 from sim.writer import NEVER
 

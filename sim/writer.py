@@ -19,7 +19,7 @@ from sim.ledger import Bytes, Codes, Copy, cell_copy, raw_copy
 from sim.legs import Leg
 from sim.policies import MOST_RANKS, Target, as_int, fold
 from sim.rank import Rank
-from sim.scenario import Endpoint
+from sim.setup import Endpoint
 from sim.transfer import Transfer
 
 if TYPE_CHECKING:

@@ -25,7 +25,8 @@ def command(result: str, request: int) -> None:
     scenario = data.get("scenario")
     if not isinstance(scenario, dict):
         raise InputError(result, "holds no scenario", "give a file written by `kvcover run -o FILE`")
-    from sim.scenario import build, resolve
+    from sim.scenario import build
+    from sim.setup import resolve
     from sim.simulate import run_world
     from sim.story import story
 
