@@ -194,7 +194,11 @@ _FAULTS = {
 def test_a_fault_of_each_class_acts_on_the_real_connector(faulty: dict[tuple[str, str], Result], fault: str, release: str) -> None:
     outcome, coverage, told, fired = _FAULTS[fault]
     result = faulty[release, fault]
-    assert (result.outcome, [each.fired for each in result.faults]) == (outcome, [fired])
+    # a write that was deferred fails in the writer thread, which only logs it: then the step that waits comes too early to
+    # see it, and the request hangs instead (0.27.0, moriio_engine._process_deferred_tasks)
+    either = {outcome, "hang"} if fault.startswith("fail-transfer") else {outcome}
+    assert result.outcome in either
+    assert [each.fired for each in result.faults] == [fired]
     if coverage is not None:
         assert (result.coverage, result.sets.told) == (coverage, told)
 
@@ -244,6 +248,11 @@ def _marked(mark: str) -> list[int]:
     return found
 
 
+def _hear_sigint() -> None:
+    """A shell's background job ignores SIGINT, and so would every process it starts."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 @pytest.fixture
 def waiting(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """A run that hangs for two minutes, once all its processes are up."""
@@ -251,7 +260,13 @@ def waiting(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
     mark = f"{tmp_path.name}-{os.getpid()}"
     command = [sys.executable, "-m", "sim", "run", *_WAITS]
     with subprocess.Popen(
-        command, env=os.environ | {_MARK: mark}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+        command,
+        env=os.environ | {_MARK: mark},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        preexec_fn=_hear_sigint,
     ) as process:
         deadline = time.monotonic() + 120
         while len(_marked(mark)) < 8 and time.monotonic() < deadline and process.poll() is None:  # command, server, 2 + 4 children
