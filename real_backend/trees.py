@@ -83,7 +83,7 @@ def choose(vllm: str | None, release: str, decode_release: str | None) -> tuple[
 def find(text: str) -> Tree:
     """The tree of a release, at a path, or the installed one."""
     if text == "installed":
-        return _installed()
+        return installed()
     path = Path(text).expanduser()
     if os.sep in text or path.is_dir():
         check_tree(path)
@@ -115,7 +115,8 @@ def check_machine() -> None:
         raise TierError("--tier connector", f"needs {', '.join(missing)}", f"install with {_EXTRA}")
 
 
-def _installed() -> Tree:
+def installed() -> Tree:
+    """The vLLM of this environment. Raises TierError if there is none, or one without the connector."""
     spec = importlib.util.find_spec("vllm")
     if spec is None or not spec.submodule_search_locations:
         raise TierError("--vllm", "no vLLM is installed in this environment", "use `kvcover vllm add 0.27.0`")

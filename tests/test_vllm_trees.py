@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
 from real_backend import trees
+from real_backend.commands.vllm import command
 from real_backend.vllm_setup import MORIIO_FOLDER
 from sim.errors import InputError, TierError
 
@@ -81,6 +83,14 @@ def test_a_folder_without_the_connector_is_refused(cache: Path, tmp_path: Path) 
         trees.find(str(tmp_path / "old"))
     with pytest.raises(TierError, match="holds no vllm/"):
         trees.add_working_copy(tmp_path)
+
+
+def test_the_installed_vllm_is_listed(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = make_tree(tmp_path / "site") / "vllm"
+    (package / "__init__.py").write_text("")
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+    shown = CliRunner().invoke(command, ["list"]).output
+    assert "installed" in shown and "--vllm installed" in shown and "no vLLM here" not in shown
 
 
 def test_a_working_copy_is_registered_and_forgotten_but_never_deleted(cache: Path, tmp_path: Path) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 
 import click
 
 from real_backend import trees
+from sim.errors import TierError
 
 
 @click.group("vllm")
@@ -35,9 +37,11 @@ def add(release_or_path: str) -> None:
 def list_() -> None:
     """List the trees that are known here."""
     known = trees.trees()
+    with contextlib.suppress(TierError):
+        known.append(trees.installed())
     for tree in known:
         size = f"{trees.folder_mb(tree.path):5} MB" if tree.path and tree.kind == "cache" else " " * 8
-        click.echo(f"{tree.version or 'unknown':12} {tree.kind:12} {size}  {tree.path}")
+        click.echo(f"{tree.version or 'unknown':12} {tree.kind:12} {size}  {tree.path or '--vllm installed'}")
     if not known:
         click.echo("no vLLM here; get one with `kvcover vllm add 0.33.0`")
 
