@@ -13,6 +13,7 @@ import argparse
 import importlib
 import json
 import os
+import signal
 import socket
 import sys
 import tempfile
@@ -28,9 +29,10 @@ from typing import Any
 
 import msgspec
 
+from faults import EventFault
 from real_backend import scheduler_side
 from real_backend.book import SharedInjector
-from real_backend.case import CaseResult, ConnectorCase, Side, Timers
+from real_backend.case import CaseResult, ConnectorCase, FaultPlan, Side, Timers
 from real_backend.device_rank import DeviceRank, prepare_device, suit
 from real_backend.harness import _Children as Children
 from real_backend.harness import _refuse_misfits
@@ -84,14 +86,16 @@ class Link(Child):
         self.name = name
         self.pid = 0
         self.planned_death = False
+        self.planned_stop = False
 
     def close(self) -> None:
         for part in ("steps", "questions"):
             if hasattr(self, part):
                 getattr(self, part).close()
 
-    def signal(self, number: object) -> None:
-        raise TierError("faults", "faults of whole ranks aren't on the hardware tier yet", "use --tier connector")
+    def signal(self, number: signal.Signals) -> None:
+        """Send the process, which is on this node, a signal."""
+        os.kill(self.pid, number)
 
     def _died(self) -> ProcessDied:
         return ProcessDied(self.name, "closed its connection")
@@ -169,8 +173,7 @@ def _be_rank(options: argparse.Namespace, meeting: Meeting) -> None:
     given = job.case.timers
     timers = replace(given, transfer_s=given.transfer_s or usual.transfer_s, defer_s=given.defer_s or usual.defer_s)
     case = replace(job.case, timers=replace(timers, read_abort_s=max(given.read_abort_s, usual.read_abort_s)))
-    if job.case.plan.faults and any(hasattr(fault, "target") for fault in job.case.plan.faults):
-        raise TierError("faults", "only faults of the router's keys are on the hardware tier", "use --tier connector")
+    _check_faults(case)
     if meeting.size != case.ranks:
         raise TierError("torchrun", f"{meeting.size} processes for {case.ranks} ranks", f"start {case.ranks} in all")
     mine = positions(case)[meeting.rank]
@@ -192,6 +195,7 @@ def _be_rank(options: argparse.Namespace, meeting: Meeting) -> None:
             "host": host,
         }
         meeting.tell(f"about/{meeting.rank}", about)
+        for_ranks = _share_book(meeting, case, Path(work) / "book")
         leader = None
         if meeting.rank == 0:
             listener = Listener((host, 0), authkey=_new_key(meeting))
@@ -200,9 +204,35 @@ def _be_rank(options: argparse.Namespace, meeting: Meeting) -> None:
                 target=_lead, args=(options, meeting, job, case, ports, Path(work), listener), daemon=True, name="leader"
             )
             leader.start()
-        _serve(meeting, case, config, mine, ports, device)
+        _serve(meeting, for_ranks, config, mine, ports, device)
         if leader is not None:
             leader.join()
+
+
+def _check_faults(case: ConnectorCase) -> None:
+    """Raise TierError for a fault that would end torchrun, or the first rank, which leads the run."""
+    for index, fault in enumerate(case.plan.faults):
+        if not isinstance(fault, EventFault):
+            continue
+        if fault.kind in ("crash-rank", "late-rank"):
+            text = f"{fault.kind} is not on the hardware tier: torchrun ends all ranks when one is missing"
+            raise TierError(f"faults[{index}]", text, "use stall-rank, or --tier connector")
+        if fault.kind == "stall-rank" and fault.target == case.prefill.rank_name("prefill", 0, 0):
+            raise TierError(f"faults[{index}]", f"{fault.target} leads the run here", "stall another rank, or use --tier connector")
+
+
+def _share_book(meeting: Meeting, case: ConnectorCase, book: Path) -> ConnectorCase:
+    """What the ranks get: no faults if only the router has some, else the file in which all processes count them."""
+    if not any(isinstance(fault, EventFault) for fault in case.plan.faults):
+        return replace(case, plan=FaultPlan()).for_ranks(book)
+    hosts = {meeting.hear(f"host/{rank}") for rank in range(meeting.size)}
+    if len(hosts) > 1:
+        text = "faults of notices, transfers and ranks need all ranks on one node, where they can count them together"
+        raise TierError("faults", text, "use one node, or faults of the router's keys")
+    if meeting.rank == 0:
+        SharedInjector(case.plan.faults, book).close()  # there before anyone counts
+        meeting.tell("book", str(book))
+    return case.for_ranks(Path(meeting.hear("book")))
 
 
 def _agree_on_ports(meeting: Meeting, case: ConnectorCase, mine: Position, host: str, stack: ExitStack) -> dict[Side, Ports]:
@@ -254,13 +284,13 @@ def _serve(meeting: Meeting, case: ConnectorCase, config: Any, mine: Position, p
 
     def connect(part: str) -> Connection:
         pipe = Client((host, port), authkey=key)
-        pipe.send((meeting.rank, part))
+        pipe.send((meeting.rank, os.getpid(), part))
         return pipe
 
     steps, questions = connect("steps"), connect("questions")
     scheduler = connect("scheduler") if mine.tp == 0 else None
     try:
-        rank = DeviceRank(case.for_ranks(Path()), config, mine.tp, ports, meeting.store, device)
+        rank = DeviceRank(case, config, mine.tp, ports, meeting.store, device)
     except Exception as error:
         traceback.print_exc()
         raised = raised_by(case.engine(mine.side).rank_name(mine.side, mine.dp, mine.tp), error)
@@ -271,7 +301,7 @@ def _serve(meeting: Meeting, case: ConnectorCase, config: Any, mine: Position, p
             steps.recv()  # until the leader is done
         return
     if scheduler is not None:
-        threading.Thread(target=_schedule, args=(case.for_ranks(Path()), config, ports, scheduler), daemon=True).start()
+        threading.Thread(target=_schedule, args=(case, config, ports, scheduler), daemon=True).start()
     threading.Thread(target=_answer, args=(rank, questions), daemon=True).start()
     steps.send(None)
     _answer(rank, steps)
@@ -302,7 +332,7 @@ def _lead(
     children = Children(ports, {}, {})
     try:
         _collect(case, children, listener)
-        seen = _drive(case, children, work)
+        seen = _drive(case, children, work / "book")
         abouts = [meeting.hear(f"about/{rank}") for rank in range(meeting.size)]
         text = _result(options, job, replace(job, case=case), seen, abouts)
     except InputError as error:
@@ -319,6 +349,7 @@ def _lead(
 def _collect(case: ConnectorCase, children: Children, listener: Listener) -> None:
     """Take in every connection: two of each rank, and one more of each scheduler."""
     who = positions(case)
+    on_one_node = any(isinstance(fault, EventFault) for fault in case.plan.faults)  # else they are refused; see _share_book
     links: dict[int, Link] = {}
     for rank, position in enumerate(who):
         size = case.engine(position.side)
@@ -329,17 +360,19 @@ def _collect(case: ConnectorCase, children: Children, listener: Listener) -> Non
             children.schedulers[side, dp] = Link(f"{side} scheduler {dp}")
     for _ in range(2 * len(who) + len(children.schedulers)):
         pipe = listener.accept()
-        rank, part = pipe.recv()
+        rank, pid, part = pipe.recv()
         if part == "scheduler":
             scheduler = children.schedulers[who[rank].side, who[rank].dp]
             scheduler.steps = scheduler.questions = pipe
         else:
             setattr(links[rank], part, pipe)
+            if on_one_node:
+                links[rank].pid = pid
 
 
-def _drive(case: ConnectorCase, children: Children, work: Path) -> CaseResult:
+def _drive(case: ConnectorCase, children: Children, path: Path) -> CaseResult:
     started = time.monotonic()
-    book = SharedInjector((), work / "book")
+    book = SharedInjector(case.plan.faults, path)
     faults = RankFaults(case, book)
     problem = children.await_start(_START_LIMIT_S, faults.late)
     if problem:
@@ -348,7 +381,7 @@ def _drive(case: ConnectorCase, children: Children, work: Path) -> CaseResult:
     children.introduce(faults.late)
     run = Run(case, children, faults, book)
     run.drive()
-    seen = conclude(Evidence(case, run.engines, children.ranks, run.transfer_ids), time.monotonic() - started, ())
+    seen = conclude(Evidence(case, run.engines, children.ranks, run.transfer_ids), time.monotonic() - started, book.totals())
     _refuse_misfits(list(seen.raised))
     return seen
 

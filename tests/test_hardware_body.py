@@ -75,6 +75,27 @@ def test_the_body_under_torchrun_sees_what_the_connector_tier_sees(
 
 @pytest.mark.vllm
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fault", "expected", "outcome", "fired"),
+    [
+        ("drop:remote_tp_size@prefill", [1.0, 1.0], "ok", 1),  # 0.33.0 fills in its own TP size
+        ("drop-notice:write_done,to=D1", [1.0, 1.0], "hang", 1),
+        ("early-completion:write,ms=300", [0.0, 0.0], "corrupt", 4),
+        ("stall-rank:P1,ms=0,for=200", [1.0, 1.0], "ok", 1),
+    ],
+)
+def test_a_fault_of_each_class_acts_under_torchrun(
+    trees: Path, fault: str, expected: list[float], outcome: str, fired: int
+) -> None:
+    if not (trees / "0.33.0").is_dir():
+        pytest.skip("NOT RUN: no tree of vLLM 0.33.0 in KVCOVER_TREES")
+    result = launch(scenario("0.33.0", faults=[fault]), "0.33.0", ("--loopback-test",), LIMIT_S)
+    assert (coverage(result), result.outcome) == (expected, outcome)
+    assert [each.fired for each in result.faults] == [fired]
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
 def test_two_nodes_of_torchrun_meet(trees: Path, tmp_path: Path) -> None:
     """Two agents, one with prefill's ranks and one with decode's, as on two machines."""
     if not (trees / "0.33.0").is_dir():
