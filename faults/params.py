@@ -28,15 +28,15 @@ KEY_KINDS: dict[str, FaultKind] = {
     kind.name: kind
     for kind in (
         FaultKind(
-            "drop", "drop:KEY[@LEG][#REQUEST]", "params", ("model", "connector"),
+            "drop", "drop:KEY[@LEG][#REQUEST]", "params", ("model", "connector", "hardware"),
             "the key is missing", "vllm#47764, router#192",
         ),
         FaultKind(
-            "set", "set:KEY=JSON[@LEG][#REQUEST]", "params", ("model", "connector"),
+            "set", "set:KEY=JSON[@LEG][#REQUEST]", "params", ("model", "connector", "hardware"),
             "the key has another value (any JSON)", "ray#63951, router 0.1.15",
         ),
         FaultKind(
-            "rename", "rename:KEY=NEW[@LEG][#REQUEST]", "params", ("model", "connector"),
+            "rename", "rename:KEY=NEW[@LEG][#REQUEST]", "params", ("model", "connector", "hardware"),
             "the value is sent under another name", "vllm#46332, vllm#47764",
         ),
     )
