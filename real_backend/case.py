@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from faults import Fault, parse_fault
+from faults import EventFault, Fault, parse_fault
 
 Mode = Literal["write", "read"]
 Side = Literal["prefill", "decode"]
@@ -93,6 +93,15 @@ class RequestCase:
         """Return its blocks on one of the two engines."""
         return self.prefill_blocks if side == "prefill" else self.decode_blocks
 
+    def placement(self) -> dict[str, Any]:
+        """Return where it goes, in the fields of a scenario's request."""
+        return {
+            "prefill_dp": self.prefill_dp,
+            "decode_dp": self.decode_dp,
+            "prefill_blocks": list(self.prefill_blocks),
+            "decode_blocks": list(self.decode_blocks),
+        }
+
 
 @dataclass(frozen=True, slots=True)
 class Timers:
@@ -111,6 +120,11 @@ class FaultPlan:
 
     faults: tuple[Fault, ...] = ()
     book: Path | None = None
+
+    @property
+    def events(self) -> tuple[EventFault, ...]:
+        """Those that act while the run goes on; the others act on the router's keys."""
+        return tuple(fault for fault in self.faults if isinstance(fault, EventFault))
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Faults tell a default by its identity, which a pickle loses, so they travel as people write them.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +29,12 @@ class Cells:
         heads = cache.size // (self.model.planes * num_blocks * self.block_size * self.model.width)
         return cache.reshape(self.model.planes, num_blocks, self.block_size, heads, self.model.width)
 
+    @property
+    def values_a_request(self) -> int:
+        """Numbers that one request's content takes up."""
+        model = self.model
+        return self.prompt_tokens * model.layers * model.planes * model.heads * model.width
+
     def identity(self, request: int, block: int, place: tuple[int, int, int]) -> View:
         """Return the content of one cell, [block_size, width]: numbers never used elsewhere in the run, never 0.
 
@@ -36,13 +43,12 @@ class Cells:
         """
         model = self.model
         layer, plane, head = place
-        values_a_request = self.prompt_tokens * model.layers * model.planes * model.heads * model.width
-        if (request + 1) * values_a_request >= 2**31:
+        if (request + 1) * self.values_a_request >= 2**31:
             raise ValueError("too many values for 31-bit tags: use fewer layers, heads or tokens")
         first = block * self.block_size
         tokens = np.arange(first, first + self.block_size, dtype=np.int64)[:, None]
         slot = ((tokens * model.layers + layer) * model.planes + plane) * model.heads + head
-        tags = request * values_a_request + slot * model.width + np.arange(model.width, dtype=np.int64) + 1
+        tags = request * self.values_a_request + slot * model.width + np.arange(model.width, dtype=np.int64) + 1
         return tags.astype(np.int32)
 
     def fill(self, view: View, layer: int, request: int, blocks: Collection[int]) -> None:
@@ -54,13 +60,11 @@ class Cells:
 
     def foreign(self, layers: Sequence[View], request: int, blocks: Collection[int]) -> int:
         """Count the cells in a request's blocks that hold content of another request."""
-        model = self.model
-        values_a_request = self.prompt_tokens * model.layers * model.planes * model.heads * model.width
         found = 0
         for view in layers:
             tags = view[:, list(blocks)]
-            others = (tags != 0) & ((tags - 1) // values_a_request != request)
-            found += int(np.count_nonzero(others.any(axis=(2, 4))))
+            others = (tags != 0) & ((tags - 1) // self.values_a_request != request)
+            found += int(by_cell(others).sum())
         return found
 
     def grade(self, layers: Sequence[View], request: int, blocks: Collection[int], taken: Collection[int] | None) -> Coverage:
@@ -79,9 +83,14 @@ class Cells:
             if taken is None:
                 continue
             others = [block for block in range(view.shape[1]) if block not in taken]
-            stray += int(np.count_nonzero((view[:, others] != 0).any(axis=(2, 4))))
+            stray += int(by_cell(view[:, others] != 0).sum())
         total = max(1, sum(counts.values()))
         return Coverage(counts["covered"] / total, counts["wrong"] / total, counts["missing"] / total, stray)
+
+
+def by_cell(values: Any) -> Any:
+    """Return whether anything in a cell is true, [planes, blocks, heads], of an array or a tensor."""
+    return values.any(4).any(2)
 
 
 def _grade_cell(cell: View, need: View) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from real_backend.case import Coverage
-from real_backend.cells import Cells
+from real_backend.cells import Cells, by_cell
 
 
 class DeviceCells(Cells):
@@ -25,16 +25,6 @@ class DeviceCells(Cells):
         if blocks:
             view[:, list(blocks)] = self._needed(view, layer, request, len(blocks))
 
-    def foreign(self, layers: Sequence[Any], request: int, blocks: Collection[int]) -> int:
-        model = self.model
-        values_a_request = self.prompt_tokens * model.layers * model.planes * model.heads * model.width
-        found = 0
-        for view in layers:
-            tags = view[:, list(blocks)]
-            others = (tags != 0) & ((tags - 1) // values_a_request != request)
-            found += int(_by_cell(others).sum())
-        return found
-
     def grade(self, layers: Sequence[Any], request: int, blocks: Collection[int], taken: Collection[int] | None) -> Coverage:
         covered = wrong = total = stray = 0
         for layer, view in enumerate(layers):
@@ -42,11 +32,11 @@ class DeviceCells(Cells):
                 cells = view[:, list(blocks)]
                 right = (cells == self._needed(view, layer, request, len(blocks))).all(dim=4).all(dim=2)
                 covered += int(right.sum())
-                wrong += int((_by_cell(cells != 0) & ~right).sum())
+                wrong += int((by_cell(cells != 0) & ~right).sum())
                 total += right.numel()
             if taken is not None:
                 others = [block for block in range(view.shape[1]) if block not in taken]
-                stray += int(_by_cell(view[:, others] != 0).sum())
+                stray += int(by_cell(view[:, others] != 0).sum())
         whole = max(1, total)
         return Coverage(covered / whole, wrong / whole, (total - covered - wrong) / whole, stray)
 
@@ -59,8 +49,3 @@ class DeviceCells(Cells):
                 for slot, head in enumerate(self.heads):
                     needed[plane, block, :, slot, :] = self.identity(request, block, (layer, plane, head))
         return torch.from_numpy(needed).to(view.device)
-
-
-def _by_cell(values: Any) -> Any:
-    """Return whether anything in a cell is true, [planes, blocks, heads]."""
-    return values.any(dim=4).any(dim=2)

@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from faults import EventFault
 from real_backend.book import SharedInjector
 from real_backend.case import CaseResult, ConnectorCase, Leg, Raised, Side
 from real_backend.engine import Abort, Engine
@@ -89,23 +88,23 @@ class Harness:
             with self._children(case.for_ranks(Path(folder) / "book"), Path(folder), ports, faults) as children:
                 problem = children.await_start(10.0 + case.ranks, faults.late)
                 if problem:
-                    _refuse_misfits(problem[0])
+                    refuse_misfits(problem[0])
                     return not_started(case, *problem, time.monotonic() - started)
                 children.introduce(faults.late)
-                run = _Run(case, children, faults, book)
+                run = Run(case, children, faults, book)
                 run.drive()
                 evidence = Evidence(case, run.engines, children.ranks, run.transfer_ids)
                 result = conclude(evidence, time.monotonic() - started, book.totals())
-                _refuse_misfits(list(result.raised))
+                refuse_misfits(list(result.raised))
                 return result
 
     @contextmanager
-    def _children(self, case: ConnectorCase, folder: Path, ports: dict[Side, Ports], faults: RankFaults) -> Iterator[_Children]:
+    def _children(self, case: ConnectorCase, folder: Path, ports: dict[Side, Ports], faults: RankFaults) -> Iterator[Children]:
         run = f"run {next(self._runs)}"
         # All configurations first: the children are forked from a process with one thread and everything built.
         for side in _SIDES:
             self._servers[side].call("configure", run, case, side, list(range(case.engine(side).dp)), ports[side])
-        children = _Children(ports, {}, {})
+        children = Children(ports, {}, {})
         log = self._work / "children.log"
         try:
             for side in _SIDES:
@@ -119,7 +118,7 @@ class Harness:
                 child.close()
 
     def _fork_engine(
-        self, run: str, case: ConnectorCase, key: tuple[Side, int], children: _Children, folder: Path, log: Path, faults: RankFaults
+        self, run: str, case: ConnectorCase, key: tuple[Side, int], children: Children, folder: Path, log: Path, faults: RankFaults
     ) -> None:
         (side, dp), size, server = key, case.engine(key[0]), self._servers[key[0]]
         ports = children.ports
@@ -132,7 +131,7 @@ class Harness:
             children.ranks[key].append(Child(name, server, run, "rank", arguments, ask=True))
 
 
-def _refuse_misfits(raised: list[Raised]) -> None:
+def refuse_misfits(raised: list[Raised]) -> None:
     """Raise TierError if the harness called what isn't there: then nothing that was seen says anything of the connector."""
     for each in raised:
         if each.misfit:
@@ -141,7 +140,7 @@ def _refuse_misfits(raised: list[Raised]) -> None:
 
 
 @dataclass(slots=True)
-class _Children:
+class Children:
     """All processes of a run, by engine and DP rank."""
 
     ports: dict[Side, Ports]
@@ -184,10 +183,10 @@ class _Children:
             scheduler.call("meet", bound)
 
 
-class _Run:
+class Run:
     """The router's part, and the decision when a run is over."""
 
-    def __init__(self, case: ConnectorCase, children: _Children, faults: RankFaults, book: SharedInjector) -> None:
+    def __init__(self, case: ConnectorCase, children: Children, faults: RankFaults, book: SharedInjector) -> None:
         self._case = case
         self._ports = children.ports
         self._lock = threading.Lock()
@@ -228,8 +227,8 @@ class _Run:
 
     def _aborts(self) -> dict[int, Abort]:
         found: dict[int, Abort] = {}
-        for fault in self._case.plan.faults:
-            if isinstance(fault, EventFault) and fault.kind == "abort":
+        for fault in self._case.plan.events:
+            if fault.kind == "abort":
                 note = functools.partial(self._book.note, fault)
                 found[int(fault.target)] = Abort(fault.at or "waiting", (fault.ms or 0.0) / 1e3, note)
         return found

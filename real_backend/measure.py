@@ -229,15 +229,7 @@ def _describe(cell: Cell) -> Row:
         "prompt_tokens": case.prompt_tokens,
         "prefill_num_blocks": cell.prefill.num_blocks,
         "decode_num_blocks": cell.decode.num_blocks,
-        "requests": [
-            {
-                "prefill_dp": request.prefill_dp,
-                "decode_dp": request.decode_dp,
-                "prefill_blocks": list(request.prefill_blocks),
-                "decode_blocks": list(request.decode_blocks),
-            }
-            for request in case.requests
-        ],
+        "requests": [request.placement() for request in case.requests],
         "router": cell.router,
         "faults": list(cell.faults),
     }

@@ -150,15 +150,7 @@ def _scenario(planned: Planned, faults: tuple[str, ...]) -> dict[str, Any]:
         "faults": list(faults),
         "fabric": "loopback",
         "timers": {"defer_timeout_s": _SHORT_DEFER_S},
-        "requests": [
-            {
-                "prefill_dp": request.prefill_dp,
-                "decode_dp": request.decode_dp,
-                "prefill_blocks": list(request.prefill_blocks),
-                "decode_blocks": list(request.decode_blocks),
-            }
-            for request in case.requests
-        ],
+        "requests": [request.placement() for request in case.requests],
     }
 
 

@@ -34,7 +34,7 @@ class RankFaults:
         self._due: list[_Due] = []
         self._stopped: set[str] = set()
         self.late: dict[str, float] = {}
-        events = [fault for fault in case.plan.faults if isinstance(fault, EventFault)]
+        events = case.plan.events
         self.longest_s = max(((fault.ms or 0.0) / 1e3 for fault in events), default=0.0)
         """How long after its cause something may still happen because of a fault."""
         self.trailing_s = max(((fault.ms or 0.0) / 1e3 for fault in events if fault.kind not in RANK_KINDS), default=0.0)

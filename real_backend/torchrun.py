@@ -34,9 +34,7 @@ from real_backend import scheduler_side
 from real_backend.book import SharedInjector
 from real_backend.case import CaseResult, ConnectorCase, FaultPlan, Side, Timers
 from real_backend.device_rank import DeviceRank, prepare_device, suit
-from real_backend.harness import _Children as Children
-from real_backend.harness import _refuse_misfits
-from real_backend.harness import _Run as Run
+from real_backend.harness import Children, Run, refuse_misfits
 from real_backend.processes import HOST, Child, Ports, ProcessDied, reserve_ports
 from real_backend.rank import raised_by
 from real_backend.rank_faults import RankFaults
@@ -223,7 +221,7 @@ def _check_faults(case: ConnectorCase) -> None:
 
 def _share_book(meeting: Meeting, case: ConnectorCase, book: Path) -> ConnectorCase:
     """What the ranks get: no faults if only the router has some, else the file in which all processes count them."""
-    if not any(isinstance(fault, EventFault) for fault in case.plan.faults):
+    if not case.plan.events:
         return replace(case, plan=FaultPlan()).for_ranks(book)
     hosts = {meeting.hear(f"host/{rank}") for rank in range(meeting.size)}
     if len(hosts) > 1:
@@ -349,7 +347,7 @@ def _lead(
 def _collect(case: ConnectorCase, children: Children, listener: Listener) -> None:
     """Take in every connection: two of each rank, and one more of each scheduler."""
     who = positions(case)
-    on_one_node = any(isinstance(fault, EventFault) for fault in case.plan.faults)  # else they are refused; see _share_book
+    on_one_node = bool(case.plan.events)  # else they are refused; see _share_book
     links: dict[int, Link] = {}
     for rank, position in enumerate(who):
         size = case.engine(position.side)
@@ -376,13 +374,13 @@ def _drive(case: ConnectorCase, children: Children, path: Path) -> CaseResult:
     faults = RankFaults(case, book)
     problem = children.await_start(_START_LIMIT_S, faults.late)
     if problem:
-        _refuse_misfits(problem[0])
+        refuse_misfits(problem[0])
         return not_started(case, *problem, time.monotonic() - started)
     children.introduce(faults.late)
     run = Run(case, children, faults, book)
     run.drive()
     seen = conclude(Evidence(case, run.engines, children.ranks, run.transfer_ids), time.monotonic() - started, book.totals())
-    _refuse_misfits(list(seen.raised))
+    refuse_misfits(list(seen.raised))
     return seen
 
 
