@@ -88,6 +88,10 @@ class RequestCase:
     decode_dp: int = 0
     prompt_tokens: int | None = None
     """Whole blocks of tokens; None: as the case says."""
+    external_zero: bool = False
+    """Decode's scheduler wants nothing from outside, whatever the connector answers."""
+    generate_s: float = 0.0
+    """How long it goes on at decode after its first token."""
 
     def blocks(self, side: Side) -> tuple[int, ...]:
         """Return its blocks on one of the two engines."""
@@ -95,12 +99,17 @@ class RequestCase:
 
     def placement(self) -> dict[str, Any]:
         """Return where it goes, in the fields of a scenario's request."""
-        return {
+        fields: dict[str, Any] = {
             "prefill_dp": self.prefill_dp,
             "decode_dp": self.decode_dp,
             "prefill_blocks": list(self.prefill_blocks),
             "decode_blocks": list(self.decode_blocks),
         }
+        if self.external_zero:
+            fields["external_zero"] = True
+        if self.generate_s:
+            fields["generate_ns"] = round(self.generate_s * 1e9)
+        return fields
 
 
 @dataclass(frozen=True, slots=True)

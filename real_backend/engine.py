@@ -30,6 +30,8 @@ class Tracked:
     steps: int = 0
     since: float = 0.0
     """When it was admitted."""
+    first_token: float = 0.0
+    """When it had its first token."""
     go: bool = False
     failed: bool = False
     recomputed: bool = False
@@ -142,7 +144,8 @@ class Engine(threading.Thread):
             self._after_step(scheduled, use, reports)
 
     def _admit(self, index: int, request_id: str, leg: Leg) -> Tracked | None:
-        blocks = self.case.requests[index].blocks(self.side)
+        plan = self.case.requests[index]
+        blocks = plan.blocks(self.side)
         request = self.tracked[request_id] = Tracked(index, request_id)
         self._progress()
         abort = self._aborts.get(index)
@@ -151,7 +154,7 @@ class Engine(threading.Thread):
             abort.note()
             request.state = "ended"
             return None if self.dead else request
-        admission = self._ask_scheduler("admit", request_id, leg, blocks)
+        admission = self._ask_scheduler("admit", request_id, leg, blocks, self.side == "decode" and plan.external_zero)
         if admission is None:
             return None
         request.state = "waiting" if admission.wait else "running"
@@ -261,8 +264,11 @@ class Engine(threading.Thread):
                 request.go = True
                 request.at_go = [rank.ask("grade", request.index, True) for rank in self.ranks]
                 self._progress()
+            if not request.steps:
+                request.first_token = time.monotonic()
             request.steps += 1
-            if request.steps < _DECODE_STEPS:
+            generating = time.monotonic() - request.first_token < self.case.requests[request.index].generate_s
+            if request.steps < _DECODE_STEPS or generating:
                 return
             if (abort := self._aborts.get(request.index)) is not None and abort.at == "after":
                 abort.note()

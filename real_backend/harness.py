@@ -275,7 +275,7 @@ class Run:
         case = self._case
         timers = max(case.transfer_timeout_s, case.defer_timeout_s)
         longest = timers if case.mode == "write" else max(timers, case.timers.read_abort_s)
-        return longest + 0.6 + self._faults.longest_s
+        return longest + 0.6 + self._faults.longest_s + max(request.generate_s for request in case.requests)
 
 
 def _as_tier_error(error: Exception) -> Exception:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from faults import KeyFault, apply_faults, parse_fault
@@ -59,6 +59,14 @@ _READ_KEY_FAULTS = (
     "drop:do_remote_decode@prefill",
     "drop:transfer_id@decode",
 )
+# Requests that run at decode while prefill still has something to say of them: whether decode wants nothing, and faults.
+_RUNNING: tuple[tuple[bool, tuple[str, ...]], ...] = (
+    (False, ()),
+    (True, ()),
+    (True, ("set:is_request_leader=false@decode",)),
+    (False, ("set:do_remote_prefill=false@decode",)),
+)
+_GENERATE_S = 5.0
 _RENAME = ("rename:remote_tp_size=tp_size@prefill",)
 
 
@@ -74,6 +82,8 @@ class Cell:
     router: str
     faults: tuple[str, ...] = ()
     requests: int = 1
+    external_zero: bool = False
+    generate_s: float = 0.0
 
     @property
     def id(self) -> str:
@@ -82,7 +92,8 @@ class Cell:
             f"{letter}{size.tp}" + (f"x{size.dp}" if size.dp > 1 else "")
             for letter, size in (("p", self.prefill), ("d", self.decode))
         )
-        tail = "+".join([self.router.split()[0].removesuffix("-proxy").removeprefix("vllm-"), *self.faults])
+        kind = (["external_zero"] if self.external_zero else []) + (["generating"] if self.generate_s else [])
+        tail = "+".join([self.router.split()[0].removesuffix("-proxy").removeprefix("vllm-"), *kind, *self.faults])
         return f"{self.release}/{self.mode}/{sizes}/{_LABELS[self.model]}/{tail}"
 
     def case(self, completion_delay_s: float = 0.0) -> ConnectorCase:
@@ -115,7 +126,10 @@ class Cell:
             return apply_faults(faults, router.decode_leg(self.mode, values, response), "decode", index)[0]
 
         prefill_leg = apply_faults(faults, router.prefill_leg(self.mode, values), "prefill", index)[0]
-        return RequestCase(_PREFILL_BLOCKS[index], _DECODE_BLOCKS[index], prefill_leg, decode_leg, prefill_dp, decode_dp)
+        return RequestCase(
+            _PREFILL_BLOCKS[index], _DECODE_BLOCKS[index], prefill_leg, decode_leg, prefill_dp, decode_dp,
+            external_zero=self.external_zero, generate_s=self.generate_s,
+        )  # fmt: skip
 
 
 def cells(release: str) -> Iterator[Cell]:
@@ -150,5 +164,7 @@ def cells(release: str) -> Iterator[Cell]:
         yield cell("read", p, d, _MLA, router="vllm-router 0.1.17")
     for fault in _KEY_FAULTS:
         yield cell("write", 2, 2, _MLA, faults=(fault,))
+    for zero, planned in _RUNNING:
+        yield replace(cell("write", 2, 2, _MLA, faults=planned), external_zero=zero, generate_s=_GENERATE_S)
     for fault in _READ_KEY_FAULTS:
         yield cell("read", 2, 2, _MLA, faults=(fault,))

@@ -72,12 +72,18 @@ class SchedulerSide:
         utils = importlib.import_module("vllm.distributed.kv_transfer.kv_connector.utils")
         self._aggregator = utils.KVOutputAggregator(case.engine(config.side).tp)
 
-    def admit(self, request_id: str, leg: Leg, blocks: tuple[int, ...]) -> Admission:
-        """Show a new request to the connector, in the order of vLLM's scheduler: admission, match, allocation."""
+    def admit(self, request_id: str, leg: Leg, blocks: tuple[int, ...], external_zero: bool) -> Admission:
+        """Show a new request to the connector, in the order of vLLM's scheduler: admission, match, allocation.
+
+        `external_zero`: the scheduler then takes nothing from outside, as newer ones do for requests that must not read
+        the prefix cache, and as any does whose MultiConnector got the KV elsewhere.
+        """
         request = self._new_request(request_id, leg, len(blocks) * self._case.block_size)
         self._requests[request_id], self._blocks[request_id] = request, blocks
         self._connector.on_new_request(request)
         external, wait = self._connector.get_num_new_matched_tokens(request, 0)
+        if external_zero:
+            external, wait = 0, False
         self._connector.update_state_after_alloc(request, _Blocks(blocks), external)
         states = importlib.import_module("vllm.v1.request").RequestStatus
         request.status = states.WAITING_FOR_REMOTE_KVS if wait else states.RUNNING

@@ -24,12 +24,12 @@ from sim.transfer import BlockPool
 
 # Fields of a scenario that the harness acts on, by place; `seed` decides nothing where nothing is drawn.
 _KNOWN: dict[str, tuple[str, ...]] = {
-    "": ("schema", "release", "decode_release", "mode", "model", "kv_dtype", "block_size", "prompt_tokens", "router", "seed",
-         "prefill", "decode", "timers", "requests", "faults", "expect", "fabric"),
+    "": ("schema", "release", "decode_release", "mode", "model", "kv_dtype", "block_size", "prompt_tokens", "generate_ns",
+         "router", "seed", "prefill", "decode", "timers", "requests", "faults", "expect", "fabric"),
     "prefill": ("tp", "dp", "num_blocks"),
     "decode": ("tp", "dp", "num_blocks"),
     "timers": ("transfer_timeout_s", "defer_timeout_s", "recv_abort_timeout_s"),
-    "requests": ("prompt_tokens", "prefill_dp", "decode_dp", "prefill_blocks", "decode_blocks"),
+    "requests": ("prompt_tokens", "generate_ns", "external_zero", "prefill_dp", "decode_dp", "prefill_blocks", "decode_blocks"),
 }  # fmt: skip
 _HINT = "leave it out, or use --tier model"
 _EVENTS = (*NOTICE_KINDS, *TRANSFER_KINDS, *RANK_KINDS, "abort")
@@ -154,6 +154,9 @@ def _request(
     setup: Setup, keys: Injector, request: Request, at_prefill: tuple[int, ...], at_decode: tuple[int, ...]
 ) -> RequestCase:
     scenario, router = setup.scenario, setup.router
+    if request.rejected:
+        raise TierError(f"requests[{request.index}]", f"{router.name} sends it to DP rank {request.prefill_dp}, which decode lacks",
+                        "set its decode_dp: the connector tier has no front end to reject it")  # fmt: skip
     if request.prompt_tokens % scenario.block_size:
         whole = request.blocks * scenario.block_size
         raise TierError(f"requests[{request.index}].prompt_tokens",
@@ -176,7 +179,10 @@ def _request(
         return keys.params(router.decode_leg(scenario.mode, values, response), "decode", request.index)[0]
 
     prefill_leg = keys.params(router.prefill_leg(scenario.mode, values), "prefill", request.index)[0]
-    return RequestCase(at_prefill, at_decode, prefill_leg, decode_leg, request.prefill_dp, request.decode_dp, request.prompt_tokens)
+    return RequestCase(
+        at_prefill, at_decode, prefill_leg, decode_leg, request.prefill_dp, request.decode_dp, request.prompt_tokens,
+        request.external_zero, request.generate_ns / 1e9,
+    )  # fmt: skip
 
 
 def _check_size(case: ConnectorCase) -> None:

@@ -83,12 +83,18 @@ def _judge(evidence: Evidence, index: int, reports: Mapping[str, RankReport], cr
     prefill = _tracked(evidence.engines[at_prefill], index)
 
     def noticed(*kinds: str) -> tuple[str, ...]:
-        """Return the prefill ranks whose listener took in a message of one of `kinds` about the request."""
+        """Return the prefill ranks whose listener took in a message of one of `kinds` about the request.
+
+        An empty list of blocks tells nobody anything: it ends the listener.
+        """
         ids = evidence.transfer_ids[index]
         return tuple(
             rank.name
             for rank in evidence.ranks[at_prefill]
-            if any(notice.get("type") in kinds and notice.get("transfer_id") in ids for notice in reports[rank.name].notices)
+            if any(
+                notice.get("type") in kinds and notice.get("transfer_id") in ids and notice.get("block_notify_list") != []
+                for notice in reports[rank.name].notices
+            )
         )
 
     if case.mode == "write":

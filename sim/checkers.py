@@ -58,7 +58,7 @@ def no_stray_write(history: History, plan: Plan) -> Verdict:
 
 def every_request_ends(history: History, plan: Plan) -> Verdict:
     """Whether every client has an answer, good or bad."""
-    ended = {e.request for e in history.events("ended", "request_failed", "recompute", "refused", "aborted", "forgotten", "lost")}
+    ended = {e.request for e in history.events("ended", "request_failed", "refused", "aborted", "forgotten", "lost")}
     open_ones = sorted(set(plan.needed) - ended)
     return (not open_ones, f"requests {open_ones} never ended" if open_ones else "all ended")
 

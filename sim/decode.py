@@ -33,6 +33,10 @@ class DecodeRank(Rank):
         self.tp = tp
         self.reader = Reader(self, engine.dp)
         self.messages: dict[str, int] = {}
+        self._reported_ns: dict[str, int] = {}  # when it last reported each transfer
+        # Transfers that it would report and that no request here has (yet), and whether they failed. The connector keeps
+        # at most 4096 failures, as many as a scenario has requests.
+        self._unmatched: dict[str, bool] = {}
 
     def land(self, layer: int, copy: Copy, transfer: Transfer, source: str, kind: str) -> None:
         """A batch landed here. What it changes outside this request's own cells is astray."""
@@ -57,7 +61,7 @@ class DecodeRank(Rank):
             return
         self.messages.pop(transfer_id, None)
         self.world.log("told", self.name, sender, transfer.index)
-        self.engine.report(transfer_id, failed=False)
+        self._report(transfer_id, failed=False)
 
     def on_write_failed(self, transfer_id: Any, transfer: Transfer, sender: str) -> None:
         """A prefill rank says that nothing was or will be written; an older release does not know the message."""
@@ -67,7 +71,21 @@ class DecodeRank(Rank):
         key = str(transfer_id)
         self.messages.pop(key, None)
         self.world.log("told_failed", self.name, sender, transfer.index)
-        self.engine.report(key, failed=True)
+        self._report(key, failed=True)
+
+    def _report(self, transfer_id: str, failed: bool) -> None:
+        """Tell the engine; what the rank hears twice within a step is one report, and what nobody waits for is kept."""
+        now = self.world.clock.now
+        if now - self._reported_ns.get(transfer_id, -(1 << 62)) < self.engine.step_ns:
+            return
+        self._reported_ns[transfer_id] = now
+        if not self.engine.report(transfer_id, failed):
+            self._unmatched[transfer_id] = failed or self._unmatched.get(transfer_id, False)
+
+    def report_kept(self, transfer_id: str) -> None:
+        """A request has this transfer from now on: report what came before it."""
+        if (failed := self._unmatched.pop(transfer_id, None)) is not None:
+            self.engine.report(transfer_id, failed)
 
     def look(self, transfer: Transfer, layer: int) -> None:
         """Decode uses this layer now: note what is there."""
@@ -103,11 +121,13 @@ class DecodeEngine:
         self.started = True
         self._early: list[tuple[Transfer, dict[str, Any]]] = []  # legs that came before all ranks were there
         self.ranks = [DecodeRank(self, tp) for tp in range(self.me.tp)]
-        self.waiting: dict[str, Transfer] = {}
+        self.step_ns = world.timing.decode_layer_ns * world.geometry.layers
         self._queue: deque[tuple[Transfer, dict[str, Any]]] = deque()  # not yet admitted: the pool is full
-        self._reports: dict[str, int] = {}
-        self._failed: set[str] = set()
-        self._early_failures: set[str] = set()
+        self._mapped: dict[str, Transfer] = {}  # by transfer id, from admission to the request's end
+        self._id_of: dict[int, str] = {}  # by request
+        self._waiting: set[int] = set()  # requests that wait for their KV
+        self._reports: dict[int, int] = {}
+        self._failed: set[int] = set()
 
     def start(self) -> None:
         """All ranks are there: take what has come so far."""
@@ -191,28 +211,31 @@ class DecodeEngine:
     def _admit_write(self, transfer: Transfer, params: dict[str, Any]) -> None:
         release = self.me.release
         wanted = bool(params.get("do_remote_prefill"))
-        if not wanted and release.match_write == "if_do_remote_prefill":
-            self._recompute(transfer)
-            return
         transfer_id = transfer_id_of(params, release.transfer_id_missing, f"D-{transfer.index}") if params else None
         blocks = self._allocate(transfer)
-        nothing_needed = transfer.request.external_zero
-        if nothing_needed:
+        if params:
+            self._mapped[str(transfer_id)] = transfer
+            self._id_of[transfer.index] = str(transfer_id)
+        if not wanted and release.match_write == "if_do_remote_prefill":
+            self.compute_locally(transfer)
+            return
+        if transfer.request.external_zero:
             self._announce_nothing(transfer, params, transfer_id, blocks)
             self.compute_locally(transfer)
             return
-        self.waiting[str(transfer_id)] = transfer
+        self._waiting.add(transfer.index)
         if wanted:
             self._tell_blocks(transfer, params, transfer_id, blocks)
         if release.decode_timer == "recv_abort_timeout":
             limit_ns = self.world.setup.recv_abort_timeout_ns
-            self.world.clock.after(limit_ns, lambda _event: self._time_out(transfer, str(transfer_id)))
+            self.world.clock.after(limit_ns, lambda _event: self._time_out(transfer))
         abort = self.world.planned_abort(transfer)
         if abort is not None and abort.at == "waiting":
             after_ns = round((abort.ms or 0.0) * 1e6)
-            self.world.clock.after(after_ns, lambda _event: self._abort_waiting(transfer, str(transfer_id), abort))
-        if str(transfer_id) in self._early_failures:
-            self.fail(transfer, "prefill reported before admission that its blocks never come")
+            self.world.clock.after(after_ns, lambda _event: self._abort_waiting(transfer, abort))
+        if params:
+            for rank in self.ranks:
+                rank.report_kept(str(transfer_id))
 
     def _announce_nothing(self, transfer: Transfer, params: dict[str, Any], transfer_id: Any, blocks: list[int]) -> None:
         """What prefill hears of a request that decode computes by itself (vllm#58108)."""
@@ -261,37 +284,52 @@ class DecodeEngine:
                 lambda rank: rank.on_release(transfer_id, transfer, consumer, self.name),
             )  # fmt: skip
 
-    def report(self, transfer_id: str, failed: bool) -> None:
-        """A rank reported the transfer finished; the executor counts reports and does not ask from whom."""
-        transfer = self.waiting.get(transfer_id)
+    def report(self, transfer_id: str, failed: bool) -> bool:
+        """A rank reported the transfer finished; the executor counts reports and does not ask from whom.
+
+        Returns False if no request here has it. One that does not wait for its KV must not be reported: vLLM's
+        scheduler asserts that in every release.
+        """
+        transfer = self._mapped.get(transfer_id)
         if transfer is None:
-            if failed:
-                self._early_failures.add(transfer_id)
-            return
-        self._reports[transfer_id] = self._reports.get(transfer_id, 0) + 1
+            return False
+        index = transfer.index
+        self._reports[index] = self._reports.get(index, 0) + 1
         if failed:
-            self._failed.add(transfer_id)
-        if self._reports[transfer_id] < self.me.tp or self.crashed:
-            return
-        del self.waiting[transfer_id]
+            self._failed.add(index)
+        if self._reports[index] < self.me.tp or self.crashed:
+            return True
+        del self._reports[index]
+        failed = index in self._failed
+        self._failed.discard(index)
+        if index not in self._waiting:
+            if self.me.release.late_report == "crash":
+                self.crash("AssertionError: a transfer is reported finished whose request does not wait for it", transfer)
+            return True
+        self._waiting.remove(index)
         if transfer.aborted:
             self._close(transfer)
-        elif transfer_id in self._failed:
+        elif failed:
             self.fail(transfer, "prefill reported that its blocks never come")
         else:
             self._go(transfer)
+        return True
 
     def _go(self, transfer: Transfer) -> None:
         """The scheduler resumes the request."""
         self.note_go(transfer)
         for rank in self.ranks:
             rank.look_at_all(transfer)
-        step_ns = self.world.timing.decode_layer_ns * self.world.geometry.layers
-        self.world.clock.after(step_ns, lambda _event: self.end(transfer))
+        self.generate(transfer, self.step_ns)
 
-    def _time_out(self, transfer: Transfer, transfer_id: str) -> None:
+    def generate(self, transfer: Transfer, first_ns: int) -> None:
+        """The request has its first token after `first_ns`, its last one when it has generated for as long as it wants."""
+        self.world.clock.after(first_ns + transfer.request.generate_ns, lambda _event: self.end(transfer))
+
+    def _time_out(self, transfer: Transfer) -> None:
         """Nobody said that the blocks are complete, or that they never come, within the receive limit."""
-        if self.waiting.pop(transfer_id, None) is not None and not self.crashed:
+        if transfer.index in self._waiting and not self.crashed:
+            self._waiting.remove(transfer.index)
             self.fail(transfer, "the blocks did not come within the receive limit")
 
     def note_go(self, transfer: Transfer) -> None:
@@ -305,7 +343,8 @@ class DecodeEngine:
     def _admit_read(self, transfer: Transfer, params: dict[str, Any]) -> None:
         release = self.me.release
         if not params.get("do_remote_prefill") and release.match_read == "if_do_remote_prefill":
-            self._recompute(transfer)
+            self._allocate(transfer)
+            self.compute_locally(transfer)
             return
         if params:
             transfer_id_of(params, release.transfer_id_missing, f"D-{transfer.index}")
@@ -330,15 +369,11 @@ class DecodeEngine:
 
     # -- ends -------------------------------------------------------------------------------------------------
 
-    def _recompute(self, transfer: Transfer) -> None:
-        transfer.bad_end = "recomputed"
-        transfer.finish()
-        self.world.log("recompute", self.name, request=transfer.index)
-
     def compute_locally(self, transfer: Transfer) -> None:
         """Decode prefills by itself in blocks that it holds."""
-        self._recompute(transfer)
-        self._close(transfer)
+        transfer.bad_end = "recomputed"
+        self.world.log("recompute", self.name, request=transfer.index)
+        self.generate(transfer, self.world.timing.prefill_layer_ns * self.world.geometry.layers)
 
     def end(self, transfer: Transfer) -> None:
         """The request has its tokens, unless the scheduler preempts it first."""
@@ -359,17 +394,16 @@ class DecodeEngine:
         self._give_back(transfer)
         self.world.log("preempted", self.name, request=transfer.index)
         policy = self.me.release.match_write if self.world.mode == "write" else self.me.release.match_read
-        if policy == "if_do_remote_prefill":
-            self._recompute(transfer)
-            self._admit()
-            return
         self._allocate(transfer)
-        if self.world.mode == "read":
+        if policy == "if_do_remote_prefill":
+            self.compute_locally(transfer)
+        elif self.world.mode == "read":
             self.note_go(transfer)
             for rank in self.ranks:
                 rank.look_at_all(transfer)
             self.end(transfer)
-        # in WRITE it waits for a second load that nobody sends
+        else:
+            self._waiting.add(transfer.index)  # for a second load that nobody sends
 
     def _abort_before_allocation(self, transfer: Transfer, params: dict[str, Any]) -> None:
         transfer.aborted = True
@@ -389,22 +423,28 @@ class DecodeEngine:
             sources = [Source(target.tp_rank, anyone, None, 0) for target in rank.reader.targets(leg)]
             rank.reader.send_release(leg, sources, transfer)
 
-    def _abort_waiting(self, transfer: Transfer, transfer_id: str, fault: Any) -> None:
+    def _abort_waiting(self, transfer: Transfer, fault: Any) -> None:
         """The client goes while the KV is on its way: the blocks wait for reports that are no longer matched."""
-        if transfer.ended or transfer_id not in self.waiting:
+        if transfer.ended or transfer.index not in self._waiting:
             return
         self.world.injector.note(fault)
         if self.me.release.abort_waiting == "leak":
-            del self.waiting[transfer_id]
+            self._unmap(transfer)
         transfer.aborted = True
         transfer.finish()
         self.world.log("aborted", self.name, request=transfer.index)
 
     def _close(self, transfer: Transfer) -> None:
         """The request is over and its blocks are free again."""
+        self._unmap(transfer)
         self._give_back(transfer)
         transfer.finish()
         self._admit()
+
+    def _unmap(self, transfer: Transfer) -> None:
+        """The request ended: its transfer id means nothing here any more, even if another request has it by now."""
+        if (transfer_id := self._id_of.pop(transfer.index, None)) is not None:
+            self._mapped.pop(transfer_id, None)
 
     def _give_back(self, transfer: Transfer) -> None:
         transfer.home = None
@@ -412,12 +452,17 @@ class DecodeEngine:
             self.world.log("freed", self.name, request=transfer.index)
 
     def fail(self, transfer: Transfer, why: str) -> None:
-        """The request ends with an error, or, if the engine is told so, is prefilled here."""
+        """The request ends with an error, or, if the engine is told so, is prefilled here in other blocks."""
+        if self.me.side.load_failure == "recompute" and not transfer.aborted:
+            self.world.log("load_failed", self.name, request=transfer.index, detail=why)
+            self._give_back(transfer)
+            self._allocate(transfer)
+            self.compute_locally(transfer)
+            return
         if not transfer.aborted:
-            transfer.bad_end = transfer.bad_end or ("recomputed" if self.me.side.load_failure == "recompute" else "failed")
+            transfer.bad_end = transfer.bad_end or "failed"
         self._close(transfer)
-        self.world.log("request_failed" if transfer.bad_end == "failed" else "recompute", self.name,
-                       request=transfer.index, detail=why)  # fmt: skip
+        self.world.log("request_failed", self.name, request=transfer.index, detail=why)
 
     def crash(self, error: str, transfer: Transfer | None, where: str = "") -> None:
         """The engine, or its step, is lost, and with it every request in it."""

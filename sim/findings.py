@@ -25,6 +25,7 @@ def find(world: World, ranks: list[RankCoverage], sets: Sets) -> list[Finding]:
         *_dead_dials(world),
         *_refused_maps(world),
         *_crashes(world),
+        *_lost(world),
         *_task_failures(world),
         *_sealed_short(world),
         *_untold_prefill(world, sets),
@@ -206,6 +207,8 @@ def _crash_causes(world: World, endpoint: Endpoint, leg: str, error: str) -> lis
     release = endpoint.release
     if error.startswith("TimeoutError"):
         return [f"executor_timeout_s = {endpoint.side.executor_timeout_s}: vLLM's executor gives up on a step that long"]
+    if "does not wait for it" in error:
+        return [_cause(release, "late_report")]
     if error.startswith("TransferError"):
         return [_cause(release, "write_failure" if world.mode == "write" else "read_barrier")]
     if world.mode == "read" and error.startswith(("NotImplementedError", "MoRIIOError", "ValueError: TP sizes")):
@@ -213,6 +216,22 @@ def _crash_causes(world: World, endpoint: Endpoint, leg: str, error: str) -> lis
     if world.mode == "write" and leg == "prefill" and "TP size" in error:
         return [_cause(release, "write_map_error")]
     return []
+
+
+def _lost(world: World) -> list[Finding]:
+    """Requests that the router could not bring to both engines."""
+    requests: dict[str, list[str]] = defaultdict(list)
+    for event in world.history.events("lost"):
+        requests[event.detail].append(str(event.request))
+    router = world.setup.router
+    return [
+        Finding(
+            kind="lost",
+            text=f"the router lost request {', '.join(lost)}: {why}",
+            causes=[f"{router.name} sends the decode leg to the DP rank that prefill's leg has"] if "rejects" in why else [],
+        )
+        for why, lost in requests.items()
+    ]
 
 
 def _sealed_short(world: World) -> list[Finding]:

@@ -58,6 +58,7 @@ KINDS: dict[str, str] = {
     "reaped": "prefill's scheduler freed blocks whose release never came",
     "go": "decode uses its cells",
     "recompute": "decode prefills the request itself",
+    "load_failed": "the request's KV will not come, and decode prefills it itself; detail: why",
     "refused": "an engine refused the request before anything moved",
     "request_failed": "the request ended with an error",
     "ended": "the request ended with tokens",

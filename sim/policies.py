@@ -507,6 +507,10 @@ POLICIES: dict[str, dict[str, Policy]] = {
         "crash": Policy("a finished-sending report for a request that prefill does not hold kills its scheduler"),
         "parked": Policy("such a report is parked, then dropped (0.28+)"),
     },
+    "late_report": {
+        "crash": Policy("a transfer reported finished whose request does not wait for it kills decode's scheduler"),
+        "ignored": Policy("such a report is ignored"),
+    },
     "pod_routing": {
         "none": Policy("DP ranks are numbered over all pods, on one host"),
         "worker": Policy("pods by `remote_hosts` and `remote_dp_size_local`; the worker keeps only the last ones (vllm#51681)"),

@@ -36,7 +36,7 @@ class ReadStep:
             sources = self._plan(rank, leg, local)
             landings[rank.tp] = rank.reader.post(sources, self.transfer)
             self._close_read(rank, leg, sources, landings[rank.tp])
-        if self.transfer.request.external_zero and not local:
+        if self.transfer.request.external_zero:
             self.engine.compute_locally(self.transfer)
             return
         if any(landing.error for landing in landings.values()) and self.me.release.read_failure == "load_errors":

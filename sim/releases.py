@@ -64,6 +64,7 @@ class ConnectorRelease(msgspec.Struct, frozen=True, kw_only=True):
     external_zero: str
     early_release_acks: str
     early_ack: str
+    late_report: str
     pod_routing: str
 
     def call(self, field: str) -> Callable[..., Any]:
@@ -150,6 +151,7 @@ _0_24 = ConnectorRelease(
     external_zero="full_table",
     early_release_acks="one",
     early_ack="crash",
+    late_report="crash",
     pod_routing="none",
 )
 _0_25 = msgspec.structs.replace(
@@ -259,6 +261,7 @@ _REFERENCE = msgspec.structs.replace(
     write_failure="write_failed",
     decode_timer="recv_abort_timeout",
     abort_waiting="freed",
+    late_report="ignored",
 )
 
 RELEASES: dict[str, ConnectorRelease] = {

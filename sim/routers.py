@@ -21,6 +21,8 @@ class Router(msgspec.Struct, frozen=True, kw_only=True):
 
     `forwards_response`: in READ the decode leg starts from everything that prefill answered.
     `pins`: which legs get the other side's DP rank as `remote_dp_rank` when that side has several.
+    `decode_follows`: the decode leg goes to decode's DP rank of prefill's number when prefill has several; where decode
+    has fewer, its front end rejects the request.
     `registration_expiry_s`: how long after its last heartbeat an instance is forgotten (None: never).
     """
 
@@ -32,6 +34,7 @@ class Router(msgspec.Struct, frozen=True, kw_only=True):
     forwards_response: bool
     pins: tuple[str, ...]
     source: str
+    decode_follows: bool = False
     registration_expiry_s: float | None = None
 
     def legs(self, mode: str) -> tuple[Template, Template]:
@@ -104,11 +107,13 @@ _TOY_027 = msgspec.structs.replace(
 _TOY_030 = msgspec.structs.replace(
     _TOY_025,
     name="toy-proxy 0.30.0",
+    decode_follows=True,
     source="moriio_toy_proxy_server.py of vLLM 0.28.0 to 0.30.0, recorded on loopback",
 )
 _TOY_033 = msgspec.structs.replace(
     _TOY_025,
     name="toy-proxy 0.33.0",
+    decode_follows=True,
     read_decode=_TOY_025.read_decode | {"tp_size": "$response.tp_size"},
     source="moriio_toy_proxy_server.py of vLLM 0.31.0 to 0.33.0, recorded on loopback",
 )
@@ -144,6 +149,7 @@ _VLLM_017 = msgspec.structs.replace(
 _WIDE_EP = msgspec.structs.replace(
     _TOY_033,
     name="wide-ep",
+    decode_follows=False,
     write_prefill=_TOY_033.write_prefill | {"remote_dp_size_local": "$decode.dp_local", "remote_hosts": "$decode.hosts"},
     write_decode=_TOY_033.write_decode
     | {
@@ -167,6 +173,7 @@ _TOY_OF_RELEASE = {
     "0.28.0": _TOY_030,
     "0.29.0": _TOY_030,
     "0.30.0": _TOY_030,
+    "reference": _TOY_027,  # the newest that sends no request to a DP rank that isn't there
 }
 
 

@@ -86,6 +86,7 @@ class RequestSpec(_Strict, frozen=True):
     `plain` carries no `kv_transfer_params`. `decode_hit_blocks` of its blocks are in decode's prefix cache;
     with `suffix_only` the connector is handed only the others, as a scheduler that reads what it lacks would.
     `external_zero`: decode's scheduler asks for nothing from prefill, as for a request with `prompt_logprobs`.
+    `generate_ns`: how long it goes on after its first token, with its blocks and its transfer id.
     """
 
     arrival_ns: Nanoseconds | None = None
@@ -94,6 +95,7 @@ class RequestSpec(_Strict, frozen=True):
     suffix_only: bool = False
     external_zero: bool = False
     prompt_tokens: Annotated[int, Meta(ge=1, le=1 << 24)] | None = None
+    generate_ns: Nanoseconds | None = None
     prefill_dp: Annotated[int, Meta(ge=0, le=255)] | None = None
     decode_dp: Annotated[int, Meta(ge=0, le=255)] | None = None
     prefill_blocks: tuple[Block, ...] | None = None
@@ -137,6 +139,7 @@ class Scenario(_Strict, frozen=True):
     kv_dtype: Literal["fp8", "bf16", "fp16", "fp32"] = "bf16"
     block_size: Annotated[int, Meta(ge=1, le=1024)] = 16
     prompt_tokens: Annotated[int, Meta(ge=1, le=1 << 24)] = 256
+    generate_ns: Nanoseconds = 0
     router: str = TOY_PROXY
     request_id_addresses: bool = True
     fabric: str | FabricSpec = "cx7"

@@ -53,7 +53,10 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
-    """One request with every default filled in; blocks are None when the pool chooses."""
+    """One request with every default filled in; blocks are None when the pool chooses.
+
+    `rejected`: its router names a DP rank that decode doesn't have, and decode's front end says no.
+    """
 
     index: int
     arrival_ns: int
@@ -63,8 +66,10 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     decode_hit_blocks: int
     suffix_only: bool
     external_zero: bool
+    generate_ns: int
     prefill_dp: int
     decode_dp: int
+    rejected: bool
     prefill_blocks: tuple[int, ...] | None
     decode_blocks: tuple[int, ...] | None
 
@@ -90,7 +95,8 @@ def resolve(scenario: Scenario) -> Setup:
     prefill_release = get_release(scenario.release)
     decode_release = get_release(scenario.decode_release or scenario.release, "decode_release")
     geometry = resolve_model(scenario.model, scenario.kv_dtype)
-    requests = _requests(scenario)
+    router = get_router(scenario.router, prefill_release.name)
+    requests = _requests(scenario, router)
     prefill = _endpoint("prefill", scenario, geometry, requests, prefill_release)
     decode = _endpoint("decode", scenario, geometry, requests, decode_release)
     _check_expect(scenario)
@@ -98,7 +104,7 @@ def resolve(scenario: Scenario) -> Setup:
     return Setup(
         scenario=scenario,
         geometry=geometry,
-        router=get_router(scenario.router, prefill_release.name),
+        router=router,
         fabric=get_fabric(scenario.fabric),
         faults=_faults(scenario, requests, prefill, decode),
         requests=requests,
@@ -177,7 +183,7 @@ def _check_work(geometry: Geometry, requests: tuple[Request, ...], prefill: Endp
         raise InputError("scenario", problem, "lower requests, prompt_tokens or tp")
 
 
-def _requests(scenario: Scenario) -> tuple[Request, ...]:
+def _requests(scenario: Scenario, router: Router) -> tuple[Request, ...]:
     wanted = scenario.requests
     if wanted is None:
         # One for each DP rank, so that a fault which only some DP ranks see is seen.
@@ -186,7 +192,7 @@ def _requests(scenario: Scenario) -> tuple[Request, ...]:
     if not specs:
         raise InputError("requests", "[] holds no request", "leave it out, or give a number such as 1")
     arrivals = _arrivals(scenario, len(specs))
-    return tuple(_request(scenario, index, spec, arrivals[index]) for index, spec in enumerate(specs))
+    return tuple(_request(scenario, router, index, spec, arrivals[index]) for index, spec in enumerate(specs))
 
 
 def _arrivals(scenario: Scenario, count: int) -> list[int]:
@@ -199,7 +205,7 @@ def _arrivals(scenario: Scenario, count: int) -> list[int]:
     return arrivals
 
 
-def _request(scenario: Scenario, index: int, spec: RequestSpec, arrival_ns: int) -> Request:
+def _request(scenario: Scenario, router: Router, index: int, spec: RequestSpec, arrival_ns: int) -> Request:
     place = f"requests[{index}]"
     tokens = spec.prompt_tokens or scenario.prompt_tokens
     blocks = _blocks(tokens, scenario)
@@ -217,6 +223,9 @@ def _request(scenario: Scenario, index: int, spec: RequestSpec, arrival_ns: int)
             raise InputError(f"{place}.{name}_blocks", f"{short(list(ids))} repeats a block", "give each block once")
     if spec.decode_hit_blocks > blocks:
         raise InputError(f"{place}.decode_hit_blocks", f"{spec.decode_hit_blocks} of {blocks} blocks", f"use at most {blocks}")
+    prefill_dp = index % scenario.prefill.dp if spec.prefill_dp is None else spec.prefill_dp
+    follows = router.decode_follows and scenario.prefill.dp > 1 and spec.decode_dp is None
+    decode_dp = prefill_dp if follows else index if spec.decode_dp is None else spec.decode_dp
     return Request(
         index=index,
         arrival_ns=arrival_ns if spec.arrival_ns is None else spec.arrival_ns,
@@ -226,8 +235,10 @@ def _request(scenario: Scenario, index: int, spec: RequestSpec, arrival_ns: int)
         decode_hit_blocks=spec.decode_hit_blocks,
         suffix_only=spec.suffix_only,
         external_zero=spec.external_zero,
-        prefill_dp=index % scenario.prefill.dp if spec.prefill_dp is None else spec.prefill_dp,
-        decode_dp=index % scenario.decode.dp if spec.decode_dp is None else spec.decode_dp,
+        generate_ns=scenario.generate_ns if spec.generate_ns is None else spec.generate_ns,
+        prefill_dp=prefill_dp,
+        decode_dp=decode_dp % scenario.decode.dp,
+        rejected=follows and prefill_dp >= scenario.decode.dp,
         prefill_blocks=spec.prefill_blocks,
         decode_blocks=spec.decode_blocks,
     )

@@ -109,6 +109,10 @@ def show_routers(routers: list[Router], mode: str) -> None:
         pinned = [side for side in ("prefill", "decode") if f"{mode}_{side}" in router.pins]
         if pinned:
             out.print(Text(f"  remote_dp_rank on the {' and '.join(pinned)} leg when the other side has several DP ranks"))
+        if router.decode_follows:
+            out.print(
+                Text("  when prefill has several DP ranks, the decode leg goes to the same one; decode rejects it if it has fewer")
+            )
         out.print(Text(f"  source: {router.source}", style="dim"))
 
 

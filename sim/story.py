@@ -44,6 +44,7 @@ _TOLD = {
     "reaped": "{who} freed the blocks because its timer fired",
     "go": "{who} resumed the request: decode uses its cells",
     "recompute": "{who} computes the prompt itself",
+    "load_failed": "{who}: {detail}",
     "refused": "{who} refused: {detail}",
     "request_failed": "{who} failed the request: {detail}",
     "ended": "{who} finished the request",

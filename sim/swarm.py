@@ -149,6 +149,11 @@ def _draw_kinds(rng: Rng, draft: Draft) -> None:
             spec["external_zero"] = True
 
 
+def _draw_generate(rng: Rng, draft: Draft) -> None:
+    """Requests that go on after their first token, and what comes for one that runs."""
+    draft["generate_ns"] = pick(rng, (1_000_000, 1_000_000_000, 100_000_000_000))
+
+
 def _draw_workload(rng: Rng, draft: Draft) -> None:
     """More requests than fit at once, so that blocks are used again."""
     draft["requests"] = pick(rng, (4, 8, 16))
@@ -260,6 +265,7 @@ FEATURES: dict[str, Feature] = {
     "prompt": Feature(_draw_prompt),
     "requests": Feature(_draw_requests),
     "kinds": Feature(_draw_kinds, chance=0.15),
+    "generate": Feature(_draw_generate, chance=0.3),
     "workload": Feature(_draw_workload, chance=0.15),
     "block-ids": Feature(_draw_block_ids, chance=0.2),
     "pools": Feature(_draw_pools, chance=0.3),

@@ -211,19 +211,19 @@ class World:
         answer = self.clock.event()
         values = self._values(transfer)
         prefill_params = {} if request.plain else router.prefill_leg(self.mode, values)
-        sent = self._send_leg(transfer, "prefill", prefill_params, answer)
+        unsent = self._send_leg(transfer, "prefill", prefill_params, answer)
         response: dict[str, Any] | None = None
         if self.mode == "read":
-            if sent:
+            if not unsent:
                 response = yield answer
             if response is None:
-                transfer.bad_end = transfer.bad_end or ("crash" if sent else "failed")
-                self._lose(transfer, "prefill gave no answer")
+                transfer.bad_end = transfer.bad_end or ("failed" if unsent else "crash")
+                self._lose(transfer, unsent or "prefill gave no answer")
                 return
         decode_params = {} if request.plain else router.decode_leg(self.mode, values, response)
-        if not self._send_leg(transfer, "decode", decode_params, None):
+        if unsent := self._send_leg(transfer, "decode", decode_params, None):
             transfer.bad_end = transfer.bad_end or "failed"
-            self._lose(transfer, "a leg could not be sent")
+            self._lose(transfer, unsent)
 
     def _lose(self, transfer: Transfer, why: str) -> None:
         """The router answers the client with an error."""
@@ -247,25 +247,29 @@ class World:
             "decode.hosts": list(decode.hosts),
         }
 
-    def _send_leg(self, transfer: Transfer, side: str, params: dict[str, Any], answer: Any) -> bool:
-        """Send one leg, through the key faults and the router's own; False if it never leaves."""
+    def _send_leg(self, transfer: Transfer, side: str, params: dict[str, Any], answer: Any) -> str:
+        """Send one leg, through the key faults and the router's own; returns why no engine gets it, if none does."""
         params, request = self._leave(transfer, side, params), transfer.request
+        rejected = side == "decode" and request.rejected
         dp, delay = (request.prefill_dp if side == "prefill" else request.decode_dp), 0
         for fault in self.injector.acting("router", side, request=transfer.index, now_ms=self.clock.now / MS):
             self.log("fault_fired", "router", side, transfer.index, detail=str(fault))
             if fault.kind == "fail-leg":
-                return False
+                return "a leg could not be sent"
             if fault.kind == "delay-leg":
                 delay += _ns(fault.ms)
             elif fault.kind == "wrong-dp":
                 dp = (fault.dp or 0) % len(self.prefills if side == "prefill" else self.decodes)
+                rejected = False
+        if rejected:
+            return f"decode has no DP rank {request.prefill_dp}, which the router asks for, and rejects the request"
         if side == "prefill":
             engine = self.prefills[dp]
             self.clock.after(self.timing.message_ns + delay, lambda _event: engine.submit(transfer, params, answer))
         else:
             decode = self.decodes[dp]
             self.clock.after(self.timing.message_ns + delay, lambda _event: decode.submit(transfer, params))
-        return True
+        return ""
 
     def _forgotten(self, transfer: Transfer) -> bool:
         """Whether the router has lost an instance by now: its heartbeats stopped and its registration ran out."""

@@ -92,6 +92,8 @@ class Writer:
         rdma = self.world.setup.scenario.rdma
         self._sq_depth = rdma.sq_depth * rdma.queue_pairs
         self.peers: dict[tuple[str, int], Peer] = {}
+        # Closed jobs stay, so that what comes late is ignored: the connector keeps the last 4096 ids, as many as a
+        # scenario has requests.
         self.jobs: dict[str, Job] = {}
         self.dial_free_at = 0
         self.thread_free_at = 0

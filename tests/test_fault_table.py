@@ -20,6 +20,7 @@ def since(first: str, last: str = "0.33.0") -> tuple[str, ...]:
 
 
 NEW = ("0.33.0",)
+HUNDRED_S = 100_000_000_000
 
 
 def go(release: str, *faults: str, tp: int = 1, mode: str = "write", **fields: Any) -> Result:
@@ -69,8 +70,15 @@ ROWS: list[tuple[str, tuple[str, ...], dict[str, Any], dict[tuple[str, ...], str
     ("preempted WRITE", ("preempt:0",), {}, {since("0.24.0", "0.31.0"): "hang", since("0.32.0"): "recomputed"}),
     ("F30 nothing needed", (), {"requests": [{"external_zero": True}]},
      {("0.24.0", "0.25.1"): "recomputed", since("0.26.0", "0.32.0"): "degraded", NEW: "recomputed"}),
-    ("nothing needed READ", (), {"mode": "read", "requests": [{"external_zero": True}]},
-     {("0.24.0", "0.25.1"): "ok", since("0.26.0"): "recomputed"}),
+    ("nothing needed READ", (), {"mode": "read", "requests": [{"external_zero": True}]}, {ALL: "recomputed"}),
+    ("nothing needed and generating", (), {"requests": [{"external_zero": True, "generate_ns": HUNDRED_S}]},
+     {("0.24.0", "0.25.1"): "crash", since("0.26.0", "0.32.0"): "degraded", NEW: "recomputed"}),
+    ("N5 no release", ("set:is_request_leader=false@decode",), {"requests": [{"external_zero": True, "generate_ns": HUNDRED_S}]},
+     {("0.24.0", "0.25.1"): "crash", since("0.26.0", "0.32.0"): "degraded", NEW: "crash"}),
+    ("N5 not wanted", ("set:do_remote_prefill=false@decode",), {"generate_ns": HUNDRED_S},
+     {since("0.24.0", "0.31.0"): "hang", ("0.32.0",): "degraded", NEW: "crash"}),
+    ("done twice, generating", ("duplicate-notice:write_done,ms=500",), {"generate_ns": HUNDRED_S}, {ALL: "crash"}),
+    ("done twice, over", ("duplicate-notice:write_done,ms=500",), {}, {ALL: "ok"}),
     ("prefix hit on D", (), {"requests": [{"decode_hit_blocks": 8}]}, {ALL: "ok"}),
     ("prefix hit on D READ", (), {"mode": "read", "requests": [{"decode_hit_blocks": 8}]}, {ALL: "ok"}),
     ("chunked prompt", (), {"prefill": {"max_tokens_per_step": 64}}, {ALL: "ok"}),

@@ -121,9 +121,10 @@ def never_freed(patch: pytest.MonkeyPatch) -> None:
 def resumed_at_the_first_report(patch: pytest.MonkeyPatch) -> None:
     real = DecodeEngine.report
 
-    def report(self: DecodeEngine, transfer_id: str, failed: bool) -> None:
-        self._reports[transfer_id] = self.me.tp
-        real(self, transfer_id, failed)
+    def report(self: DecodeEngine, transfer_id: str, failed: bool) -> bool:
+        if transfer_id in self._mapped:
+            self._reports[self._mapped[transfer_id].index] = self.me.tp
+        return real(self, transfer_id, failed)
 
     patch.setattr(DecodeEngine, "report", report)
 
