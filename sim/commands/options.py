@@ -138,15 +138,15 @@ def build_scenario(data: dict[str, Any]) -> Scenario:
     return build(data)
 
 
-def write_output(path: str | None, text: str) -> None:
+def write_output(path: str | None, text: str, option: str = "-o") -> None:
     """Write a result file whole or not at all; where `path` is a link, the file that it points to."""
     if path is None:
         return
-    target = _output_file(path)
+    target = _output_file(path, option)
     try:
         handle, name = tempfile.mkstemp(dir=target.parent, prefix=".kvcover-")
     except OSError as error:
-        raise InputError("-o", f"can't write {path!r}: {error.strerror}", "name a file in a folder that exists") from None
+        raise InputError(option, f"can't write {path!r}: {error.strerror}", "name a file in a folder that exists") from None
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
             file.write(text)
@@ -154,20 +154,20 @@ def write_output(path: str | None, text: str) -> None:
         os.replace(name, target)
     except OSError as error:
         os.unlink(name)
-        raise InputError("-o", f"can't write {path!r}: {error.strerror}", "name a file, not a folder") from None
+        raise InputError(option, f"can't write {path!r}: {error.strerror}", "name a file, not a folder") from None
 
 
-def check_output(path: str | None, *inputs: object) -> None:
+def check_output(path: str | None, *inputs: object, option: str = "-o") -> None:
     """Complain about an output that can't be written, or that is one of the `inputs`, before a long run, not after it."""
     if path is None:
         return
-    target = _output_file(path)
+    target = _output_file(path, option)
     files = [name for name in inputs if isinstance(name, str) and name and "\0" not in name]
     if str(target) in {os.path.realpath(name) for file in files for name in (file, f"{file}/config.json")}:
-        raise InputError("-o", f"{path!r} is read by this run, and would be overwritten", "name another file")
+        raise InputError(option, f"{path!r} is read by this run, and would be overwritten", "name another file")
 
 
-def _output_file(path: str) -> Path:
+def _output_file(path: str, option: str) -> Path:
     """What is to be written: a regular file, or none yet, in a folder that exists and may be written to."""
     target = Path(os.path.realpath(path))
     try:
@@ -180,5 +180,5 @@ def _output_file(path: str) -> Path:
     except OSError as error:
         bad = error.strerror or str(error)
     if bad:
-        raise InputError("-o", f"can't write {path!r}: {bad}", "name a file in a folder that exists")
+        raise InputError(option, f"can't write {path!r}: {bad}", "name a file in a folder that exists")
     return target

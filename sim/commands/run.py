@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from sim.commands.options import build_scenario, check_output, scenario_data, scenario_options, sizes, write_output
+from sim.errors import InputError, TierError
+
+if TYPE_CHECKING:
+    from sim.result import Result
+    from sim.scenario import Scenario
 
 
 @click.command("run")
@@ -15,8 +21,11 @@ from sim.commands.options import build_scenario, check_output, scenario_data, sc
 @click.option("--mode", metavar="write|read", help="Prefill pushes (default) or decode pulls.")
 @click.option("--prefill", metavar="tp=N[,dp=N]", help="Size of the prefill engine.")
 @click.option("--decode", metavar="tp=N[,dp=N]", help="Size of the decode engine.")
+@click.option("--trace", metavar="FILE", help="Write every event as a timeline for Perfetto or chrome://tracing (model tier).")
 @scenario_options
-def command(scenario: str | None, mode: str | None, prefill: str | None, decode: str | None, **options: Any) -> None:
+def command(
+    scenario: str | None, mode: str | None, prefill: str | None, decode: str | None, trace: str | None, **options: Any
+) -> None:
     """Run one scenario and say which KV cells decode got, who was told, and why.
 
     SCENARIO is a TOML or JSON file; every option overrides it. With `expect` the exit code is 1 if the result differs. Example:
@@ -38,9 +47,7 @@ def command(scenario: str | None, mode: str | None, prefill: str | None, decode:
             data[name] = {**data.get(name, {}), **found}
     built = build_scenario(data)
     check_output(options["output"], scenario, built.model)
-    from sim.tiers import load_tier
-
-    result = load_tier(options["tier"])(built, vllm=options["vllm"])
+    result = _run(built, options) if trace is None else _run_traced(built, trace, scenario, options)
     write_output(options["output"], result.to_json() + "\n")
     if options["as_json"]:
         click.echo(result.to_json())
@@ -54,3 +61,26 @@ def command(scenario: str | None, mode: str | None, prefill: str | None, decode:
     if problem:
         click.echo(f"kvcover: check failed: {problem}", err=True)
         sys.exit(1)
+
+
+def _run(built: Scenario, options: dict[str, Any]) -> Result:
+    from sim.tiers import load_tier
+
+    result: Result = load_tier(options["tier"])(built, vllm=options["vllm"])
+    return result
+
+
+def _run_traced(built: Scenario, path: str, scenario: str | None, options: dict[str, Any]) -> Result:
+    """As `_run`, and write the timeline: a view of the finished history, so that a run without one pays nothing."""
+    if options["tier"] != "model" or options["vllm"] is not None:
+        raise TierError("--trace", "only the model tier has a history with times", "leave out --tier and --vllm, or --trace")
+    check_output(path, scenario, built.model, option="--trace")
+    if options["output"] is not None and os.path.realpath(path) == os.path.realpath(options["output"]):
+        raise InputError("--trace", f"{path!r} is where -o writes", "name another file")
+    from sim.setup import resolve
+    from sim.simulate import run_world
+    from sim.trace import trace
+
+    result, world = run_world(resolve(built))
+    write_output(path, trace(world), "--trace")
+    return result
