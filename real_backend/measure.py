@@ -18,6 +18,7 @@ from typing import Any
 from real_backend.case import CaseResult, EngineSize
 from real_backend.harness import Harness
 from real_backend.plan import RELEASES, Cell, cells
+from real_backend.race import NO_BARRIER, OVERWRITTEN, Race, race_of
 
 _HEADER = """\
 # Measured with vLLM's own, unmodified MoRI-IO connector, one process a rank, over a stand-in mori.io.
@@ -50,31 +51,6 @@ class _Observed:
         return tuple(covered + wrong for covered, wrong in zip(self.coverage, self.wrong, strict=True))
 
 
-@dataclass(frozen=True, slots=True)
-class Race:
-    """Why a result may differ between runs, the fields that depend on it, and those that a row states in their place."""
-
-    why: str
-    omit: tuple[str, ...]
-    instead: tuple[str, ...] = ()
-
-
-_OVERWRITTEN = Race(
-    "prefill ranks with different heads write the same cells of one decode rank; the last one wins",
-    ("coverage", "wrong"),
-    ("covered_plus_wrong",),
-)
-_REFUSED = Race(
-    "a refused write ends prefill's step if decode's blocks came before its forward's end, else only the transfer",
-    ("outcome", "prefill_released"),
-)
-_NO_BARRIER = Race(
-    "decode doesn't wait for its reads: what is there when a layer is used depends on how fast they are",
-    (),
-    ("coverage_end",),
-)
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     """Command line entry."""
     parser = argparse.ArgumentParser(prog="python -m real_backend.measure", description=__doc__)
@@ -98,8 +74,8 @@ def _measure(harness: Harness, cell: Cell, date: str, show: bool) -> Row:
     results = [harness.run(cell.case())]
     if results[0].stalled:  # a busy machine can look like a standstill, but hardly twice
         results = [harness.run(cell.case())]
-    race = race_of(cell, results[0])
-    if race is _OVERWRITTEN:
+    race = race_of(cell.case(), results[0])
+    if race is OVERWRITTEN:
         results += [harness.run(cell.case()) for _ in range(_REPEATS_OF_A_RACE - 1)]
         race = None if _never_right(results) else race
     if cell.mode == "read" and any(request.told for request in results[0].requests):
@@ -108,7 +84,7 @@ def _measure(harness: Harness, cell: Cell, date: str, show: bool) -> Row:
         if (prompt.coverage, prompt.wrong) == (slow.coverage, slow.wrong):
             results.pop()
         else:
-            race = _NO_BARRIER
+            race = NO_BARRIER
     row = _row(cell, results, race, date)
     print(f"{cell.id}: {json.dumps(row['expect'])} {[round(r.seconds, 1) for r in results]}", flush=True)
     for raised in results[0].raised:
@@ -119,32 +95,6 @@ def _measure(harness: Harness, cell: Cell, date: str, show: bool) -> Row:
         for seen in (*results[0].requests, *results[0].ranks):
             print(f"    {seen}", flush=True)
     return row
-
-
-def race_of(cell: Cell, result: CaseResult) -> Race | None:
-    """Say why a result of prompt transfers may differ from run to run; None if it can't."""
-    if cell.mode == "write" and any(rank.failed_batches for rank in result.ranks):
-        return _REFUSED
-    if _overwritten(cell, result):
-        return _OVERWRITTEN
-    return None
-
-
-def _overwritten(cell: Cell, result: CaseResult) -> bool:
-    """Whether two prefill ranks that hold different heads wrote the same bytes of a decode rank."""
-    writes: list[tuple[str, int, int, range]] = []
-    for rank in result.ranks:
-        if rank.name.startswith("P"):
-            heads = cell.model.owned_heads(int(rank.name[1:].split(".")[-1]), cell.prefill.tp)
-            writes += [(key, at, at + size, heads) for key, ranges in rank.wrote_to.items() for at, size in ranges]
-    writes.sort(key=lambda write: write[:2])
-    reach: tuple[str, int, range] | None = None  # the furthest end so far on this rank, and whose it is
-    for key, start, end, heads in writes:
-        if reach and key == reach[0] and start < reach[1] and heads != reach[2]:
-            return True
-        if not reach or key != reach[0] or end > reach[1]:
-            reach = (key, end, heads)
-    return False
 
 
 def _observe(cell: Cell, result: CaseResult) -> _Observed:

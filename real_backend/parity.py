@@ -23,13 +23,12 @@ from typing import Any
 from real_backend.all_pairs import Case, all_pairs
 from real_backend.case import CaseResult, Coverage, EngineSize, ModelShape, RankReport
 from real_backend.harness import Harness
-from real_backend.measure import race_of
 from real_backend.plan import RELEASES, Cell
-from sim.result import Result
+from real_backend.race import race_of
+from sim.agreement import View, differences, view
 from sim.scenario import build
 from sim.simulate import run
 
-FIELDS = ("coverage", "wrong", "written", "told", "prefill_told", "prefill_released", "outcome")
 _ATTEMPTS = 3
 _SHORT_DEFER_S = 2.0
 _HEADS = {"mla": ModelShape(layers=2), "gqa8": ModelShape(2, kv_heads=8), "gqa2": ModelShape(2, kv_heads=2)}
@@ -56,7 +55,6 @@ _FACTORS: dict[str, Sequence[Any]] = {
 _MOST_CHANGED = ("0.26.0", "0.27.0", "0.33.0")
 _SKEWED = (("0.26.0", "0.27.0"), ("0.27.0", "0.26.0"), ("0.27.0", "0.33.0"), ("0.33.0", "0.27.0"))
 """Releases of prefill and decode, as in a rolling upgrade."""
-View = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +125,7 @@ def model_view(planned: Planned) -> View:
     result = run(build(_scenario(planned, planned.cell.faults)))
     if result.outcome == "vacuous":
         result = run(build(_scenario(planned, ())))
-    return _of_model(result)
+    return view(result)
 
 
 def _scenario(planned: Planned, faults: tuple[str, ...]) -> dict[str, Any]:
@@ -154,21 +152,6 @@ def _scenario(planned: Planned, faults: tuple[str, ...]) -> dict[str, Any]:
     }
 
 
-def _of_model(result: Result) -> View:
-    # A transfer of cells that were never filled leaves no trace in bytes.
-    ranks = zip(result.sets.needed, (rank for rank in result.by_rank if rank.coverage is not None), strict=True)
-    empty = {name for name, rank in ranks if rank.missing == 1 and not rank.coverage_end}
-    return {
-        "coverage": [rank.coverage for rank in result.by_rank],
-        "wrong": [rank.wrong for rank in result.by_rank],
-        "written": [rank for rank in result.sets.written if rank not in empty],
-        "told": result.sets.told,
-        "prefill_told": result.sets.prefill_told,
-        "prefill_released": result.sets.prefill_released,
-        "outcome": result.outcome,
-    }
-
-
 def connector_view(cell: Cell, result: CaseResult) -> View:
     """The same quantities, as seen on the real connector."""
     coverage: dict[str, list[Coverage]] = {}
@@ -182,9 +165,12 @@ def connector_view(cell: Cell, result: CaseResult) -> View:
             told.setdefault(rank, []).append(rank in request.told)
     names = sorted(coverage)
     reached = _reached(cell, result.ranks)
+    covered = [fmean(each.covered for each in coverage[rank]) for rank in names]
+    wrong = [fmean(each.wrong for each in coverage[rank]) for rank in names]
     return {
-        "coverage": [fmean(each.covered for each in coverage[rank]) for rank in names],
-        "wrong": [fmean(each.wrong for each in coverage[rank]) for rank in names],
+        "coverage": covered,
+        "wrong": wrong,
+        "covered_plus_wrong": [c + w for c, w in zip(covered, wrong, strict=True)],
         "written": [rank for rank in names if rank in reached and any(each.missing < 1 for each in at_end[rank])],
         "told": [rank for rank in names if all(told[rank])],
         "prefill_told": sorted({rank for request in result.requests for rank in request.prefill_told}),
@@ -208,13 +194,9 @@ def compare(harness: Harness, planned: Planned) -> Verdict:
     cell, model = planned.cell, model_view(planned)
     for attempt in range(_ATTEMPTS):
         result = harness.run(cell.case())
-        race = race_of(cell, result)
+        race = race_of(cell.case(), result)
         real = connector_view(cell, result)
-        if race and "coverage" in race.omit and race.instead:
-            for view in (model, real):
-                view["covered_plus_wrong"] = [c + w for c, w in zip(view["coverage"], view["wrong"], strict=True)]
-        fields = [each for each in (*FIELDS, *(race.instead if race else ())) if not (race and each in race.omit)]
-        now = {each: [model[each], real[each]] for each in fields if not _same(model[each], real[each])}
+        now = differences(model, real, race.omit, race.instead) if race else differences(model, real)
         if attempt == 0 or now:
             differ = now
         if not now:
@@ -223,14 +205,6 @@ def compare(harness: Harness, planned: Planned) -> Verdict:
     why = f"{race.why}; not compared: {', '.join(race.omit)}" if race and race.omit else ""
     raised = [f"{each.rank} {each.call}: {each.kind}: {each.text}" for each in result.raised] if differ else []
     return Verdict(planned.id, verdict, differ, why, raised, round(time.monotonic() - started, 1))
-
-
-def _same(model: Any, real: Any) -> bool:
-    if isinstance(model, list) and isinstance(real, list) and len(model) == len(real):
-        return all(_same(one, other) for one, other in zip(model, real, strict=True))
-    if isinstance(model, float) and isinstance(real, float):
-        return abs(model - real) < 1e-9
-    return bool(model == real)
 
 
 def verdicts(trees: Path, cases: Sequence[Planned]) -> Iterator[Verdict]:

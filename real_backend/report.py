@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import asdict
 from typing import Any
 
 import msgspec
 
 from real_backend.case import CaseResult, ConnectorCase, Coverage, RankReport
+from real_backend.race import race_of
 from real_backend.translate import Job
 from real_backend.trees import Tree
 from real_backend.verdict import KILLED
@@ -71,6 +73,7 @@ def _release(tree: Tree, info: dict[str, Any], name: str) -> str:
 
 def _backend(case: ConnectorCase, seen: CaseResult, infos: tuple[dict[str, Any], dict[str, Any]]) -> dict[str, Any]:
     prefill, decode = ({key: value for key, value in info.items() if key != "head_axis"} for info in infos)
+    race = race_of(case, seen)
     return {
         "mori": "loopback",
         "cells": "tagged 4-byte values",
@@ -82,6 +85,7 @@ def _backend(case: ConnectorCase, seen: CaseResult, infos: tuple[dict[str, Any],
             "defer_timeout": round(case.defer_timeout_s, 3),
             "recv_abort_timeout": round(case.timers.read_abort_s, 3),
         },
+        "race": asdict(race) if race else None,
         "log_tail": _log(seen),
     }
 

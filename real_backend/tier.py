@@ -14,12 +14,14 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from real_backend.case import CaseResult
+from real_backend.drafts import DRAWN, PINS, fit
 from real_backend.harness import Harness
 from real_backend.report import to_result
 from real_backend.translate import Job, free_mb, to_job
@@ -44,7 +46,10 @@ class _Group:
 
 
 class ConnectorTier:
-    """Runs one scenario when called, or `many`."""
+    """Runs one scenario when called, or `many`; `attempt`, `check`, `fit`, `features` and `pins` are for exploration."""
+
+    features = DRAWN
+    pins = PINS
 
     def __call__(self, scenario: Scenario, vllm: str | None = None) -> Result:
         return self.many([scenario], vllm=vllm)[0]
@@ -56,17 +61,36 @@ class ConnectorTier:
 
         Whatever can't be run is refused before anything starts.
         """
-        check_machine()
         chosen = list(vllms) if vllms is not None else [vllm] * len(scenarios)
+        results = []
+        for result in self._run(scenarios, chosen, go_on=False):
+            assert isinstance(result, Result)
+            results.append(result)
+        return results
+
+    def attempt(self, scenarios: Sequence[Scenario], vllm: str | None = None) -> list[Result | TierError]:
+        """As `many`, but what went wrong in one run takes its place, and the others go on."""
+        return self._run(scenarios, [vllm] * len(scenarios), go_on=True)
+
+    def check(self, scenario: Scenario, vllm: str | None = None) -> None:
+        """Raise TierError if the scenario can't be run here."""
+        _group([scenario], [vllm])
+
+    def fit(self, draft: dict[str, Any]) -> None:
+        """Leave out or round what this tier can't do, as far as that leaves the draft the same kind of scenario."""
+        fit(draft)
+
+    def _run(self, scenarios: Sequence[Scenario], chosen: list[str | None], *, go_on: bool) -> list[Result | TierError]:
+        check_machine()
         groups = _group(scenarios, chosen)
-        results: dict[int, Result] = {}
+        results: dict[int, Result | TierError] = {}
         with _progress(len(scenarios)) as progress, tempfile.TemporaryDirectory(prefix="kvcover-") as work:
             harnesses: list[Harness] = []
             try:
                 for group in groups[:2]:
                     harnesses.append(_start(group, Path(work)))
                 for position, group in enumerate(groups):
-                    results |= _run_group(group, harnesses[position], chosen, progress)
+                    results |= _run_group(group, harnesses[position], chosen, progress, go_on)
                     harnesses[position].close()
                     if position + 2 < len(groups):
                         harnesses.append(_start(groups[position + 2], Path(work)))
@@ -109,14 +133,16 @@ def _start(group: _Group, work: Path) -> Harness:
     )
 
 
-def _run_group(group: _Group, harness: Harness, vllms: list[str | None], progress: _Bar) -> dict[int, Result]:
+def _run_group(
+    group: _Group, harness: Harness, vllms: list[str | None], progress: _Bar, go_on: bool
+) -> dict[int, Result | TierError]:
     progress.say(f"importing vLLM {group.trees[0].name}")
     infos = (harness.info("prefill"), harness.info("decode"))
     budget = _Budget()
     alone = len(group.jobs) == 1
     largest = max(job.case.ranks for job in group.jobs.values())
     load = 0 if alone else max(largest, budget.ranks)
-    results: dict[int, Result] = {}
+    results: dict[int, Result | TierError] = {}
     progress.say(f"vLLM {group.trees[0].name}")
     pool = ThreadPoolExecutor(1 if alone else _WORKERS)
     try:
@@ -127,7 +153,12 @@ def _run_group(group: _Group, harness: Harness, vllms: list[str | None], progres
             done, _ = wait(running, timeout=_POLL_S, return_when=FIRST_COMPLETED)
             for future in done:
                 index = running.pop(future)
-                results[index] = to_result(group.jobs[index], future.result(), group.trees, infos, vllms[index])
+                try:
+                    results[index] = to_result(group.jobs[index], future.result(), group.trees, infos, vllms[index])
+                except TierError as error:
+                    if not go_on:
+                        raise
+                    results[index] = error
                 progress.advance()
     except BaseException:
         budget.stop()

@@ -48,10 +48,10 @@ class SeedJob(msgspec.Struct, frozen=True, kw_only=True, tag="seeds"):
     first: int
     count: int
 
-    def drafts(self) -> Iterator[tuple[str, Callable[[], Draft]]]:
-        """A name for each draft, and how to make it."""
+    def drafts(self, fit: Callable[[Draft], None] = lambda draft: None) -> Iterator[tuple[str, Callable[[], Draft]]]:
+        """A name for each draft, and how to make it; a tier's `fit` rounds what is drawn."""
         for seed in range(self.first, self.first + self.count):
-            yield f"seed {seed}", functools.partial(self.swarm.draft, seed)
+            yield f"seed {seed}", functools.partial(self.swarm.draft, seed, fit)
 
 
 class GridJob(msgspec.Struct, frozen=True, kw_only=True, tag="grid"):
@@ -128,7 +128,8 @@ def good(scenario: Scenario, result: Result) -> bool:
     return result.outcome == "refused" or (asked and result.outcome == "recomputed")
 
 
-def _signature(result: Result) -> Signature:
+def signature_of(result: Result) -> Signature:
+    """What a failure is told by."""
     kinds = sorted({finding.kind for finding in result.findings})
     if result.outcome == "ok":
         kinds += [check.name for check in result.checks if check.verdict == "fail"]
@@ -180,7 +181,7 @@ def _run_one(draft: Draft) -> tuple[str, Signature | None, str]:
         kind = f"{type(error).__name__} at {where.name}"
         return "error", Signature("error", scenario.release, scenario.mode, (kind,)), kind
     failed = result.outcome != "vacuous" and not good(scenario, result)
-    return result.outcome, _signature(result) if failed else None, result.digest or ""
+    return result.outcome, signature_of(result) if failed else None, result.digest or ""
 
 
 def work(job: bytes) -> bytes:
@@ -223,6 +224,14 @@ class Summary(msgspec.Struct):
     digest: str = ""
     seconds: float = 0.0
     stopped: bool = False
+    skipped: dict[str, int] = {}
+    """On a real tier: why drafts could not be run there, and how many."""
+    varied: int = 0
+    """On a real tier: runs that differed from the model, and agreed when they were run again."""
+
+    def add(self, group: Group) -> None:
+        """Count failures in."""
+        _add(self.groups, group)
 
     @property
     def failures(self) -> int:
@@ -236,7 +245,7 @@ class Summary(msgspec.Struct):
             for group in self.groups.values():
                 alone = groups.setdefault((group.signature, ()), msgspec.structs.replace(group, count=0))
                 alone.merge(group)
-        order = {outcome: -rank for rank, outcome in enumerate((*OUTCOMES, "error"))}
+        order = {outcome: -rank for rank, outcome in enumerate((*OUTCOMES, "error", "differs"))}
         return sorted(groups.values(), key=lambda g: (order[g.signature.outcome], -g.count, g.signature, g.shape))
 
 
@@ -273,7 +282,7 @@ def explore(
         for outcome, count in report.outcomes.items():
             summary.outcomes[outcome] = summary.outcomes.get(outcome, 0) + count
         for group in report.groups:
-            _add(summary.groups, group)
+            summary.add(group)
         summary.seconds = time.perf_counter() - started
         tick(summary)
     summary.digest = digest.hexdigest()
@@ -306,7 +315,7 @@ def shrink_groups(summary: Summary, executor: Executor | None = None) -> None:
     encoded = [msgspec.msgpack.encode(group) for group in summary.groups.values()]
     summary.groups, summary.shrunk = {}, True
     for small in (map if executor is None else executor.map)(_shrink_one, encoded):
-        _add(summary.groups, msgspec.msgpack.decode(small, type=Group))
+        summary.add(msgspec.msgpack.decode(small, type=Group))
 
 
 def _shrink_one(encoded: bytes) -> bytes:

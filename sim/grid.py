@@ -13,7 +13,7 @@ import msgspec
 from faults import KINDS, FaultKind
 from faults.params import LEGS
 from sim.routers import TOY_PROXY
-from sim.scenario import Scenario, Side
+from sim.scenario import Scenario, Side, Timers
 from sim.setup import resolve
 from sim.shrink import Draft
 from sim.simulate import run_world
@@ -68,8 +68,9 @@ def key_faults(world: World) -> Iterator[str]:
 EVENT_FAULT_KINDS = tuple(kind for kind in KINDS.values() if kind.point != "params" and "model" in kind.tiers)
 # In each mode: the messages that are sent, and to which side.
 _MESSAGES = {"write": {"remote_blocks": "P", "write_done": "D", "write_failed": "D"}, "read": {"release": "P"}}
+_LONG = "LONG"
 _SOME: dict[str, tuple[str, ...]] = {
-    "ms": ("0", "3", "100000"), "for": ("1", "100000"), "port": ("1",), "fraction": ("0.5",), "factor": ("10", "1000"),
+    "ms": ("0", "3", _LONG), "for": ("1", _LONG), "port": ("1",), "fraction": ("0.5",), "factor": ("10", "1000"),
     "dp": ("0", "1"), "at": ("before", "waiting", "after"), "times": ("1", "1000"),
 }  # fmt: skip
 
@@ -78,12 +79,19 @@ def event_fault_texts(kind: FaultKind, draft: Mapping[str, Any]) -> list[str]:
     """Every fault of one event kind: each target, some values of what it takes, on all events or on those of one rank."""
     mode: str = draft.get("mode", "write")
     ranks = {letter: _rank_names(letter, *sizes) for letter, sizes in zip("PD", _each_side(draft), strict=True)}
-    takes = [[f",{name}={value}" for value in _SOME[name]] for name in _SOME if name in kind.params]
+    long = str(_long_ms(draft))
+    takes = [[f",{name}={long if value == _LONG else value}" for value in _SOME[name]] for name in _SOME if name in kind.params]
     details = ["".join(values) for values in itertools.product(*takes)]
     texts = []
     for target, aims in _targets(kind, mode, ranks, request_count(draft)):
         texts += [f"{kind.name}:{target}{aim}{detail}" for detail in details for aim in aims]
     return texts
+
+
+def _long_ms(draft: Mapping[str, Any]) -> int:
+    """A time that outlasts every timer: 100 s, or the sum of all timers if the draft sets them and that is less."""
+    timers = draft.get("timers", {})
+    return min(100_000, round(1000 * sum(timers.values()))) if len(timers) == len(Timers.__struct_fields__) else 100_000
 
 
 def _targets(kind: FaultKind, mode: str, ranks: Mapping[str, list[str]], requests: int) -> list[tuple[str, list[str]]]:

@@ -298,15 +298,17 @@ class Swarm(msgspec.Struct, frozen=True, kw_only=True):
             if int.from_bytes(lot, "little") < FEATURES[name].chance * 2**64
         ]
 
-    def draft(self, seed: int) -> Draft:
-        """The scenario of a seed: the same whichever seeds are explored beside it."""
+    def draft(self, seed: int, fit: Callable[[Draft], None] = lambda draft: None) -> Draft:
+        """The scenario of a seed: the same whichever seeds are explored beside it. `fit` rounds what each feature drew."""
         draft: Draft = {"release": NEWEST, "prompt_tokens": 32, "seed": seed}
-        _pin(draft, self.pins)
+        pin(draft, self.pins)
         for name in self.drawn(seed):
             FEATURES[name].draw(stream(seed, f"swarm/{name}"), draft)
-            _pin(draft, self.pins)
+            fit(draft)
+            pin(draft, self.pins)
         if "model" not in draft:
             draft["model"] = f"layers=1,kv_heads={math.lcm(*sizes_of(draft, 'tp'))},head_dim=8"
+            fit(draft)
         return draft
 
 
@@ -320,10 +322,10 @@ def features_of(names: Iterable[str] | None, full: bool, faults: bool) -> tuple[
     return tuple(name for name in FEATURES if name in chosen and (faults or name not in FAULTY))
 
 
-def _pin(draft: Draft, pins: Mapping[str, Any]) -> None:
+def pin(draft: Draft, pins: Mapping[str, Any]) -> None:
     """Write the pinned fields over what is there, table by table."""
     for name, value in pins.items():
         if isinstance(value, Mapping):
-            _pin(draft.setdefault(name, {}), value)
+            pin(draft.setdefault(name, {}), value)
         else:
             draft[name] = value

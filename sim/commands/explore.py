@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from concurrent.futures import Executor
 
     from sim.explore import Group, Job, Summary
+    from sim.explore_tier import RealTier
 
 _SHOWN_GROUPS = 20
 
@@ -53,15 +54,26 @@ def explore(**options: Any) -> None:
 
     Every other option pins a field, whatever a seed would draw. A run whose planned fault never fired is counted as
     vacuous, never as a pass. The digest does not depend on --jobs.
+
+    With --tier connector each draft that the tier can run is run there and on the model, and a run in which they differ is
+    a failure of its own kind, the worst: one of the two is wrong.
     """
-    if options["tier"] != "model":
-        raise TierError(
-            "--tier", f"explore can't run on {options['tier']!r}", "use --tier model, and `kvcover run` for what it finds"
-        )
+    tier = _real_tier(options)
     check_output(options["output"])
     if options["out"] is not None:
         _make_folder(options["out"])
-    jobs, total = _grid_jobs(options) if options["grid"] is not None else _seed_jobs(options)
+    jobs, total = _grid_jobs(options, tier) if options["grid"] is not None else _seed_jobs(options, tier)
+    summary = _run_jobs(jobs, total, options) if tier is None else _run_on_tier(tier, jobs, total, options)
+    rate = summary.runs / max(summary.seconds, 1e-9)
+    click.echo(f"{summary.runs} runs in {summary.seconds:.1f} s, {rate:.0f}/s", err=True)
+    _report(summary, options)
+    if options["check"] and summary.failures:
+        click.echo(f"kvcover: check failed: {summary.failures} of {summary.runs} runs are not as they should be", err=True)
+        sys.exit(1)
+
+
+def _run_jobs(jobs: Iterator[Job], total: int, options: dict[str, Any]) -> Summary:
+    """Run on the model, over processes or a cluster."""
     from sim.explore import explore as run_jobs
     from sim.explore import shrink_groups
 
@@ -73,16 +85,44 @@ def explore(**options: Any) -> None:
             raise InputError("explore", f"no scenario makes sense ({summary.invalid})", "pin less")
         if options["shrinks"]:
             shrink_groups(summary, executor)
-    rate = summary.runs / max(summary.seconds, 1e-9)
-    click.echo(f"{summary.runs} runs in {summary.seconds:.1f} s, {rate:.0f}/s", err=True)
-    _report(summary, options)
-    if options["check"] and summary.failures:
-        click.echo(f"kvcover: check failed: {summary.failures} of {summary.runs} runs are not as they should be", err=True)
-        sys.exit(1)
+    return summary
 
 
-def _pins(options: dict[str, Any]) -> dict[str, Any]:
+def _real_tier(options: dict[str, Any]) -> RealTier | None:
+    """The tier, unless it is the model; complains about options that mean nothing there."""
+    name = options["tier"]
+    if name == "model":
+        if options["vllm"] is not None:
+            raise InputError("--vllm", f"{options['vllm']!r} says nothing to the model tier", "use --tier connector, or --release")
+        return None
+    from sim.tiers import load_tier
+
+    tier: Any = load_tier(name)
+    if not hasattr(tier, "attempt"):
+        raise TierError("--tier", f"explore can't run on {name!r}", "use --tier model or connector, and `kvcover run` for the rest")
+    for option, given in (("--shrink", options["shrinks"]), ("--dask", options["dask"]), ("--jobs", options["jobs"] != "all")):
+        if given:
+            raise InputError(option, f"is for the model tier, not for {name!r}", "leave it out")
+    found: RealTier = tier
+    return found
+
+
+def _run_on_tier(tier: RealTier, jobs: Iterator[Job], total: int, options: dict[str, Any]) -> Summary:
+    """Run on a real tier and on the model."""
+    from sim.explore_tier import drafts_of, explore_tier
+
+    with _progress(total) as tick:
+        budget = math.inf if options["budget"] is None else options["budget"]
+        summary = explore_tier(tier, drafts_of(tier, jobs), options["vllm"], budget, tick)
+    idle = summary.outcomes.get("invalid", 0) + sum(summary.skipped.values())
+    if idle == summary.runs:
+        raise InputError("explore", f"nothing could be run ({summary.invalid or next(iter(summary.skipped), '')})", "pin less")
+    return summary
+
+
+def _pins(options: dict[str, Any], tier: RealTier | None) -> dict[str, Any]:
     """Fields that are as given, whatever a seed draws; complains at once about those that can't be."""
+    from sim.explore_tier import pinned
     from sim.fabric import get_fabric
     from sim.releases import get_release
     from sim.routers import get_router
@@ -99,39 +139,46 @@ def _pins(options: dict[str, Any]) -> dict[str, Any]:
     get_router(built.router, built.release)
     if isinstance(built.fabric, str):
         get_fabric(built.fabric)
-    return pins
+    return pinned(tier, pins, options["vllm"]) if tier else pins
 
 
-def _seed_jobs(options: dict[str, Any]) -> tuple[Iterator[Job], int]:
+def _seed_jobs(options: dict[str, Any], tier: RealTier | None) -> tuple[Iterator[Job], int]:
     """The jobs of a swarm and how many runs they are; says first what will be drawn."""
     from sim.explore import seed_jobs
     from sim.swarm import Swarm, features_of
 
-    pins = _pins(options)
+    pins = _pins(options, tier)
     names = [name.strip() for name in options["features"].split(",")] if options["features"] else None
     features = features_of(names, not options["lite"], not options["no_faults"])
     if "release" in pins and not names:
         features = tuple(name for name in features if name != "skew")  # --release is that of both engines
+    if tier and not names:
+        features = tuple(name for name in features if name in tier.features)
     swarm = Swarm(features=features, pins=pins)
     first, count = options["seed_start"], options["seeds"]
     if not options["as_json"]:
         import json
 
+        draft = swarm.draft(first, tier.fit) if tier else swarm.draft(first)
         click.echo(f"seeds {first} to {first + count - 1}, {'lite' if options['lite'] else 'full'}")
         click.echo(f"features: {' '.join(swarm.features)}")
         if pins:
             click.echo(f"pinned: {json.dumps(pins)}")
-        click.echo(f"seed {first} draws {', '.join(swarm.drawn(first)) or 'nothing'}: {json.dumps(swarm.draft(first))}")
+        click.echo(f"seed {first} draws {', '.join(swarm.drawn(first)) or 'nothing'}: {json.dumps(draft)}")
     return seed_jobs(swarm, first, count), count
 
 
-def _grid_jobs(options: dict[str, Any]) -> tuple[Iterator[Job], int]:
+def _grid_jobs(options: dict[str, Any], tier: RealTier | None) -> tuple[Iterator[Job], int]:
     """The jobs of a grid; how many runs they are is known only afterwards."""
     from sim.explore import grid_jobs
 
     data = scenario_data(options["grid"], options)
     data.pop("expect", None)
     build_scenario(data)
+    if tier:
+        from sim.explore_tier import pinned
+
+        data = pinned(tier, data, options["vllm"])
     modes = ["write", "read"]
     if options["mode"] is not None:
         if options["mode"] not in modes:
@@ -231,12 +278,21 @@ def _report(summary: Summary, options: dict[str, Any]) -> None:
         return
     from sim.result import MEANING, OUTCOMES
 
-    counts = [f"{summary.outcomes[name]} {name}" for name in (*OUTCOMES, "error", "invalid") if name in summary.outcomes]
+    counts = [
+        f"{summary.outcomes[name]} {name}"
+        for name in (*OUTCOMES, "error", "differs", "invalid", "skipped")
+        if name in summary.outcomes
+    ]
     click.echo(f"{summary.runs} runs{' before the budget ended' if summary.stopped else ''}: {', '.join(counts) or 'none'}")
     if vacuous := summary.outcomes.get("vacuous"):
         click.echo(f"{vacuous} vacuous: {MEANING['vacuous']}; not counted as passes")
     if summary.invalid:
         click.echo(f"invalid, so not run: {summary.invalid}")
+    if summary.skipped:
+        reason, count = max(summary.skipped.items(), key=lambda item: item[1])
+        click.echo(f"skipped: {sum(summary.skipped.values())}, most often ({count}) for: {reason}; not counted as passes")
+    if summary.varied:
+        click.echo(f"{summary.varied} runs differed from the model and agreed when run again: the connector's own timing varies")
     click.echo(f"{summary.failures} failures of {len(groups)} kinds" + (":" if groups else ""))
     for index, group in enumerate(groups[:_SHOWN_GROUPS]):
         _show_group(group, paths[index] if paths else None)
