@@ -235,7 +235,7 @@ def _kv_cache_config(case: ConnectorCase, side: Side) -> Any:
 def _hf_config(shape: ModelShape, query_heads: int) -> dict[str, Any]:
     """Return a config.json: llama-like, or deepseek-like for a latent cache. Only its KV geometry is ever used."""
     common = {
-        "hidden_size": 128,
+        "hidden_size": math.lcm(128, query_heads),
         "intermediate_size": 128,
         "num_hidden_layers": shape.layers,
         "vocab_size": 512,

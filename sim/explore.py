@@ -116,16 +116,15 @@ class Report(msgspec.Struct):
 def good(scenario: Scenario, result: Result) -> bool:
     """Whether a run is a pass: its outcome is good and, where it is `ok`, so is every check.
 
-    The reference owes more when nothing is done to it: `ok` or `refused`, unless a request asked for no KV.
+    The reference owes more when nothing is done to it: `ok` or `refused`, unless a request asks for no KV.
     """
     if result.outcome == "ok":
         return all(check.verdict != "fail" for check in result.checks)
     releases = {result.release, result.decode_release}
     if releases != {"reference"} or scenario.faults or scenario.overrides:
         return result.outcome in GOOD
-    specs = scenario.requests if isinstance(scenario.requests, tuple) else ()
-    asked = any(spec.plain or spec.external_zero for spec in specs)
-    return result.outcome == "refused" or (asked and result.outcome == "recomputed")
+    without = any(request.plain or request.external_zero for request in resolve(scenario).requests)
+    return result.outcome == "refused" or (without and result.outcome == "recomputed")
 
 
 def signature_of(result: Result) -> Signature:
