@@ -17,7 +17,7 @@ import re
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future
 from typing import Any, TypeVar
 
@@ -333,6 +333,11 @@ def example_text(group: Group) -> str:
         result = run_world(resolve(msgspec.convert(draft, Scenario)))[0]
         head.append(f"# digest {result.digest}")
         draft["expect"] = {"outcome": result.outcome, "coverage": result.coverage}
+    return file_text(head, draft)
+
+
+def file_text(head: Sequence[str], draft: Draft) -> str:
+    """A scenario file: comments, then the draft's fields."""
     return "\n".join([*head, *(f"{name} = {_toml(value)}" for name, value in draft.items())]) + "\n"
 
 

@@ -11,6 +11,7 @@ import hashlib
 import itertools
 import math
 import re
+import shlex
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
@@ -19,12 +20,12 @@ import msgspec
 
 from sim.agreement import differences, view
 from sim.errors import InputError, TierError
-from sim.explore import Job, SeedJob, Signature, Summary, good, group_of, signature_of
+from sim.explore import Group, Job, SeedJob, Signature, Summary, file_text, good, group_of, signature_of
 from sim.releases import RELEASES
 from sim.result import Result
 from sim.scenario import Scenario, build
 from sim.shrink import Draft
-from sim.simulate import run
+from sim.simulate import replay_line, run
 from sim.swarm import pin
 
 DIFFERS = "differs"
@@ -39,8 +40,11 @@ class RealTier(Protocol):
     `features` are those of the swarm whose draws it can run, `pins` fields that every draft has; `fit` rounds what was drawn.
     """
 
-    features: tuple[str, ...]
-    pins: dict[str, Any]
+    @property
+    def features(self) -> tuple[str, ...]: ...
+
+    @property
+    def pins(self) -> Mapping[str, Any]: ...
 
     def fit(self, draft: Draft) -> None: ...
 
@@ -51,7 +55,7 @@ class RealTier(Protocol):
 
 def pinned(tier: RealTier, pins: Mapping[str, Any], vllm: str | None) -> dict[str, Any]:
     """What the tier pins, with `pins` over it; the release is the one that `--vllm` names."""
-    own = copy.deepcopy(tier.pins)
+    own = copy.deepcopy(dict(tier.pins))
     pin(own, pins)
     names = (vllm or "").split(",")
     for field, name in zip(("release", "decode_release"), (names[0], names[-1]), strict=True):
@@ -167,10 +171,31 @@ def _tell(each: _Run, summary: Summary) -> bytes:
         outcome = DIFFERS if each.differ else real.outcome
         summary.outcomes[outcome] = summary.outcomes.get(outcome, 0) + 1
         if each.differ:
-            summary.add(group_of(_difference(real, each.differ), each.name, each.draft))
+            summary.add(group_of(_difference(real, each.differ), each.name, {**each.draft, "expect": _expect(real)}))
         elif real.outcome != "vacuous" and not good(each.scenario, real):
-            summary.add(group_of(signature_of(real), each.name, each.draft))
+            summary.add(group_of(signature_of(real), each.name, {**each.draft, "expect": _expect(real)}))
     return msgspec.json.encode([each.name, each.draft, run(each.scenario).digest])
+
+
+def _expect(real: Result) -> dict[str, Any]:
+    """What every real run of the scenario should say again."""
+    race: Mapping[str, Any] = (real.backend or {}).get("race") or {}
+    return {name: getattr(real, name) for name in ("outcome", "coverage") if name not in race.get("omit", ())}
+
+
+def again(group: Group, file: str | None, tier: str, vllm: str | None) -> str:
+    """The command that runs a failure on the tier again, and exits with 1 if something else comes of it."""
+    line = shlex.join(["kvcover", "run", file]) if file else replay_line(build(group.draft))
+    return f"{line} --tier {tier}" + (f" --vllm {shlex.quote(vllm)}" if vllm else "")
+
+
+def tier_example_text(group: Group, tier: str, vllm: str | None) -> str:
+    """A failure as a scenario file that expects what the real run gave."""
+    head = [
+        f"# {group.name}: {group.signature.outcome}, {', '.join(group.signature.kinds)}; {group.count} runs alike",
+        f"# seen on the {tier} tier: {again(group, 'THIS-FILE', tier, vllm)}",
+    ]
+    return file_text(head, group.draft)
 
 
 def _difference(real: Result, differ: Mapping[str, list[Any]]) -> Signature:

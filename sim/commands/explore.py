@@ -81,7 +81,7 @@ def _run_jobs(jobs: Iterator[Job], total: int, options: dict[str, Any]) -> Summa
         with _progress(total) as tick:
             budget = math.inf if options["budget"] is None else options["budget"]
             summary = run_jobs(jobs, executor, 2 * workers, budget, tick)
-        if summary.outcomes.get("invalid", 0) == summary.runs:
+        if 0 < summary.runs == summary.outcomes.get("invalid", 0):
             raise InputError("explore", f"no scenario makes sense ({summary.invalid})", "pin less")
         if options["shrinks"]:
             shrink_groups(summary, executor)
@@ -114,8 +114,7 @@ def _run_on_tier(tier: RealTier, jobs: Iterator[Job], total: int, options: dict[
     with _progress(total) as tick:
         budget = math.inf if options["budget"] is None else options["budget"]
         summary = explore_tier(tier, drafts_of(tier, jobs), options["vllm"], budget, tick)
-    idle = summary.outcomes.get("invalid", 0) + sum(summary.skipped.values())
-    if idle == summary.runs:
+    if 0 < summary.runs == summary.outcomes.get("invalid", 0) + sum(summary.skipped.values()):
         raise InputError("explore", f"nothing could be run ({summary.invalid or next(iter(summary.skipped), '')})", "pin less")
     return summary
 
@@ -270,8 +269,8 @@ def _progress(total: int) -> Iterator[Callable[[Summary], None]]:
 def _report(summary: Summary, options: dict[str, Any]) -> None:
     """Write the examples, then say what was found; examples that are shown are those that are written."""
     groups = summary.ranked()
-    paths = _write_examples(options["out"], groups) if options["out"] is not None else []
-    text = _as_json(summary, groups, paths)
+    paths = _write_examples(options, groups) if options["out"] is not None else []
+    text = _as_json(summary, groups, paths, options)
     write_output(options["output"], text)
     if options["as_json"]:
         click.echo(text, nl=False)
@@ -295,28 +294,35 @@ def _report(summary: Summary, options: dict[str, Any]) -> None:
         click.echo(f"{summary.varied} runs differed from the model and agreed when run again: the connector's own timing varies")
     click.echo(f"{summary.failures} failures of {len(groups)} kinds" + (":" if groups else ""))
     for index, group in enumerate(groups[:_SHOWN_GROUPS]):
-        _show_group(group, paths[index] if paths else None)
+        _show_group(group, _again(options, group, paths[index] if paths else None))
     if len(groups) > _SHOWN_GROUPS:
         where = "all are in " + options["out"] if paths else "--out DIR writes all of them"
         click.echo(f"and {len(groups) - _SHOWN_GROUPS} kinds more; {where}")
-    click.echo(f"digest {summary.digest}")
+    note = (
+        "" if options["tier"] == "model" else " of what was drawn and of the model's runs; real runs take real time, and have none"
+    )
+    click.echo(f"digest {summary.digest}{note}")
 
 
-def _show_group(group: Group, path: str | None) -> None:
+def _show_group(group: Group, again: str) -> None:
     found = group.signature
     kinds = ", ".join(found.kinds) or "no finding"
     shape = ", ".join(group.shape)
     click.echo(f"- {found.outcome} ×{group.count}, {found.release}, {found.mode}: {kinds} ({group.name}: {shape})")
-    click.echo(f"    kvcover replay {path}" if path else f"    {_command(group)}")
+    click.echo(f"    {again}")
 
 
-def _command(group: Group) -> str:
+def _again(options: dict[str, Any], group: Group, path: str | None) -> str:
+    """The command that runs an example again, on the tier that found it."""
+    from sim.explore_tier import again
     from sim.simulate import replay_line
 
-    return replay_line(build_scenario(group.draft))
+    if options["tier"] != "model":
+        return again(group, path, options["tier"], options["vllm"])
+    return f"kvcover replay {path}" if path else replay_line(build_scenario(group.draft))
 
 
-def _as_json(summary: Summary, groups: list[Group], paths: list[str]) -> str:
+def _as_json(summary: Summary, groups: list[Group], paths: list[str], options: dict[str, Any]) -> str:
     import json
 
     import msgspec
@@ -325,10 +331,11 @@ def _as_json(summary: Summary, groups: list[Group], paths: list[str]) -> str:
     for index, group in enumerate(groups):
         file = paths[index] if paths else None
         told = {"shape": list(group.shape), "count": group.count, "name": group.name, "scenario": group.draft}
-        rows.append({**msgspec.to_builtins(group.signature), **told, "file": file, "replay": _command(group)})
+        rows.append({**msgspec.to_builtins(group.signature), **told, "file": file, "replay": _again(options, group, None)})
     whole = {
         "schema": 1, "runs": summary.runs, "outcomes": summary.outcomes, "failures": summary.failures,
         "groups": rows, "digest": summary.digest, "stopped": summary.stopped,
+        "skipped": summary.skipped, "varied": summary.varied,
     }  # fmt: skip
     return json.dumps(whole) + "\n"
 
@@ -340,16 +347,19 @@ def _make_folder(path: str) -> None:
         raise InputError("--out", f"can't make {path!r}: {error.strerror}", "name a folder that you may write to") from None
 
 
-def _write_examples(folder: str, groups: list[Group]) -> list[str]:
+def _write_examples(options: dict[str, Any], groups: list[Group]) -> list[str]:
     """One file a group, named after its signature."""
     from sim.explore import example_text
+    from sim.explore_tier import tier_example_text
+
+    folder, tier = options["out"], options["tier"]
 
     paths = []
     for number, group in enumerate(groups):
         found = group.signature
         words = f"{number:03d}-{found.outcome}-{found.release.replace(' → other', '-skew')}-{found.mode}"
         path = str(Path(folder) / f"{words}.toml")
-        write_output(path, example_text(group))
+        write_output(path, example_text(group) if tier == "model" else tier_example_text(group, tier, options["vllm"]))
         paths.append(path)
     return paths
 
