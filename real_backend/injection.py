@@ -242,6 +242,7 @@ class _Session:
         peer: Side = "decode" if injection.side == "prefill" else "prefill"
         self._peer = injection.case.engine(peer).rank_name(peer, dp, tp)
         self._full = 0
+        self._refused: set[_Batch] = set()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._session, name)
@@ -265,6 +266,9 @@ class _Session:
         if self._full > 0:
             self._full -= 1
             return self._fail(batch, "ERR_RDMA_OP", _FULL)
+        if batch in self._refused:  # the connector posts it once more: no new batch for a fault to act on
+            self._refused.discard(batch)
+            return post(local, remote, sizes, uid)
         layer, request = injection.cell_of(address) if local else (-1, -1)
         sender, receiver = (injection.name, self._peer) if kind == "write" else (self._peer, injection.name)
         result = None
@@ -281,6 +285,7 @@ class _Session:
             return self._fail(batch, "ERR_RDMA_OP", "failed in part by a planned fault")
         if fault.kind == "sq-full":
             self._full = (fault.times or 1) - 1
+            self._refused.add(batch)
             return self._fail(batch, "ERR_RDMA_OP", _FULL)
         if fault.kind == "lose-completion":
             post(lists)

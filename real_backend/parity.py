@@ -30,7 +30,7 @@ from sim.scenario import build
 from sim.simulate import run
 
 _ATTEMPTS = 3
-_SHORT_DEFER_S = 2.0
+_SHORT_TIMERS = {"transfer_timeout_s": 1.5, "defer_timeout_s": 2.0}
 _HEADS = {"mla": ModelShape(layers=2), "gqa8": ModelShape(2, kv_heads=8), "gqa2": ModelShape(2, kv_heads=2)}
 _FACTORS: dict[str, Sequence[Any]] = {
     "release": RELEASES,
@@ -147,7 +147,7 @@ def _scenario(planned: Planned, faults: tuple[str, ...]) -> dict[str, Any]:
         "router": cell.router,
         "faults": list(faults),
         "fabric": "loopback",
-        "timers": {"defer_timeout_s": _SHORT_DEFER_S},
+        "timers": _SHORT_TIMERS,
         "requests": [request.placement() for request in case.requests],
     }
 

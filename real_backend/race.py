@@ -30,6 +30,7 @@ NO_BARRIER = Race(
     (),
     ("coverage_end",),
 )
+EARLY = Race("bytes of a planned early completion land when their request may be over, where only the model looks", ("written",))
 _PLANNED = "planned fault"
 
 
@@ -40,6 +41,8 @@ def race_of(case: ConnectorCase, result: CaseResult) -> Race | None:
         return REFUSED
     if _overwritten(case, result):
         return OVERWRITTEN
+    if any(fault.kind == "early-completion" and fault.ms for fault in case.plan.events):
+        return EARLY
     return None
 
 

@@ -42,7 +42,8 @@ class RankFaults:
         for fault in events:
             at_s = (fault.ms or 0.0) / 1e3
             if fault.kind == "late-rank":
-                self.late[fault.target] = at_s
+                if at_s:  # 0 ms late is in time
+                    self.late[fault.target] = at_s
                 book.note(fault)
             elif fault.kind == "crash-rank":
                 self._due.append(_Due(at_s, fault.target, signal.SIGKILL, fault))

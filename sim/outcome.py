@@ -70,6 +70,8 @@ def rank_coverages(world: World, tallies: list[list[Tally]]) -> list[RankCoverag
     ranks = []
     for dp in range(decode.dp):
         mine = [t for t in world.transfers if t.decode_dp == dp]
+        # In READ a rank that reads nothing of a request has nothing to be told of it.
+        asked = [t for t in mine if world.mode == "write" or not t.request.external_zero]
         for tp in range(decode.tp):
             total = end = Count(0, 0, 0)
             for transfer in mine:
@@ -83,7 +85,7 @@ def rank_coverages(world: World, tallies: list[list[Tally]]) -> list[RankCoverag
                     coverage=total.covered / total.cells if mine else None,
                     wrong=total.wrong / total.cells if mine else None,
                     missing=total.missing / total.cells if mine else None,
-                    told=all((name, t.index) in told for t in mine) if mine else None,
+                    told=bool(asked) and all((name, t.index) in told for t in asked) if mine else None,
                     coverage_end=end.covered / end.cells if mine else None,
                 )
             )

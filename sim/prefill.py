@@ -318,8 +318,14 @@ class PrefillEngine:
             return
         self._finished.add(transfer.index)
         if self.me.release.reaper == "both_modes" or self.world.mode == "read":
-            self.world.clock.after(self.world.setup.defer_timeout_ns, lambda _event: self._free(transfer, "reaped"))
+            self.world.clock.after(self.world.setup.defer_timeout_ns, lambda _event: self._reap(transfer))
         self._free_if_reported(transfer)
+
+    def _reap(self, transfer: Transfer) -> None:
+        """The timer of blocks that nobody asked for. In READ the id is forgotten too: a later release is nobody's (measured)."""
+        if transfer.index in self.pool.held and self.world.mode == "read":
+            self.known = {key: known for key, known in self.known.items() if known is not transfer}
+        self._free(transfer, "reaped")
 
     def report(self, transfer: Transfer, rank: str) -> None:
         """A rank reported the transfer finished; the executor counts reports and does not ask from whom."""

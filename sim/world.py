@@ -125,16 +125,20 @@ class World:
         for fault in self.injector.planned("stall-rank"):
             start = _ns(fault.ms)
             ranks[fault.target][1].stalls.append((start, start + _ns(fault.for_ms)))
-            self.injector.note(fault)
+            self.clock.after(start, lambda _event, f=fault: None if self._over() else self.injector.note(f))  # type: ignore[misc]
         for fault in self.injector.planned("crash-rank"):
             engine, rank = ranks[fault.target]
             self.clock.after(_ns(fault.ms), lambda _event, e=engine, r=rank, f=fault: self._crash(e, r, f))  # type: ignore[misc]
 
     def _crash(self, engine: PrefillEngine | DecodeEngine, rank: PrefillRank | DecodeRank, fault: EventFault) -> None:
-        if not all(transfer.ended for transfer in self.transfers) and not engine.crashed:
+        if not self._over() and not engine.crashed:
             self.injector.note(fault)
             rank.deaf = True
             engine.crash(f"rank {rank.name} died", None, rank.name)
+
+    def _over(self) -> bool:
+        """Whether every request has ended and nobody holds blocks for one: then a rank's fault does nothing more."""
+        return all(transfer.ended for transfer in self.transfers) and not any(engine.pool.held for engine in self.engines)
 
     # -- planned faults ---------------------------------------------------------------------------------------
 

@@ -76,7 +76,7 @@ def test_the_reference_is_right_or_refuses() -> None:
     features = ("read", "tp", "dp", "model", "prompt", "requests", "block-ids", "pools", "fabric", "timers", "timing")
     swarm = Swarm(features=features, pins={"release": "reference"})
     summary = explore(seed_jobs(swarm, 0, 400))
-    assert set(summary.outcomes) == {"ok", "refused"}
+    assert set(summary.outcomes) == {"ok", "refused", "recomputed"}  # READ of a prompt of one token
     assert summary.failures == 0
 
 
@@ -245,7 +245,7 @@ def test_grid_command(tmp_path: Path) -> None:
     [
         (["--features", "fabrik"], "--features"),
         (["--release", "0.27"], "release"),
-        (["--tier", "connector"], "--tier"),
+        (["--tier", "hardware"], "--tier"),
         (["--jobs", "0"], "--jobs"),
         (["--set", "fabric=\"cx8\""], "fabric"),
         (["--prefill", "tp=3", "--set", "model=\"layers=1,kv_heads=8,head_dim=8\"", "--features", "fabric"], "explore"),
