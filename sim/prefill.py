@@ -322,8 +322,8 @@ class PrefillEngine:
         self._free_if_reported(transfer)
 
     def _reap(self, transfer: Transfer) -> None:
-        """The timer of blocks that nobody asked for. In READ the id is forgotten too: a later release is nobody's (measured)."""
-        if transfer.index in self.pool.held and self.world.mode == "read":
+        """The timer of blocks that nobody asked for. The id is forgotten with them: a later release is nobody's (measured)."""
+        if transfer.index in self.pool.held:
             self.known = {key: known for key, known in self.known.items() if known is not transfer}
         self._free(transfer, "reaped")
 

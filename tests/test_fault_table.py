@@ -153,10 +153,31 @@ def test_f21_the_reaper_frees_under_a_slow_read(reuse: bool) -> None:
     assert (first.wrong or 0.0) == (0.5 if reuse else 0.0), "all of request 0's cells are wrong, none of request 1's"
 
 
-@pytest.mark.parametrize(("release", "outcome"), [("0.27.0", "crash"), ("0.28.0", "degraded")])
-def test_a_report_after_the_reaper(release: str, outcome: str) -> None:
-    """Up to 0.27 the scheduler asserts that it holds what a rank reports as sent."""
-    assert go(release, "delay-leg:decode,ms=70000", mode="read").outcome == outcome
+@pytest.mark.parametrize("release", ["0.24.0", "0.26.0", "0.27.0", "0.28.0", "0.31.0", "0.33.0"])
+def test_a_release_after_the_reaper_is_nobodys(release: str) -> None:
+    """Measured on the connector of each: the reaper forgets the id, so prefill hears the release and reports nothing."""
+    result = go(release, "delay-notice:release,ms=70000", mode="read")
+    assert (result.outcome, result.sets.prefill_told, result.sets.prefill_released) == ("degraded", ["P0"], [])
+    assert go(release, "delay-leg:decode,ms=70000", mode="read").outcome == "degraded"
+
+
+@pytest.mark.parametrize("release", ["0.24.0", "0.26.0", "0.27.0", "0.28.0", "0.31.0", "0.33.0"])
+def test_an_id_that_is_no_text_is_never_released(release: str) -> None:
+    """Measured on the connector of each: decode only warns of the id, and prefill holds the blocks until its timer."""
+    result = go(release, "set:transfer_id=null", mode="read")
+    assert (result.outcome, result.sets.prefill_told, result.sets.prefill_released) == ("degraded", [], [])
+
+
+@pytest.mark.parametrize("release", ["0.27.0", "0.30.0", "0.32.0", "0.33.0"])
+def test_a_prompt_of_one_token_is_not_read(release: str) -> None:
+    """Measured on the connector of each: decode computes the last token itself, so that nothing is left to ask for."""
+    result = go(release, mode="read", block_size=1, prompt_tokens=3, requests=[{"prompt_tokens": 1}, {}])
+    assert result.by_request == ["recomputed", "ok"]
+    assert result.coverage == 0.75
+
+
+def test_a_stall_that_comes_when_all_is_over_proves_nothing() -> None:
+    assert go("0.33.0", "stall-rank:D0,ms=90000,for=1").outcome == "vacuous"
 
 
 def test_a_late_write_into_a_freed_block_is_astray() -> None:
