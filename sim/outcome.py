@@ -71,7 +71,7 @@ def rank_coverages(world: World, tallies: list[list[Tally]]) -> list[RankCoverag
     for dp in range(decode.dp):
         mine = [t for t in world.transfers if t.decode_dp == dp]
         # In READ a rank that reads nothing of a request has nothing to be told of it.
-        asked = [t for t in mine if world.mode == "write" or not t.request.external_zero]
+        asked = [t for t in mine if world.mode == "write" or t.bad_end != "recomputed"]
         for tp in range(decode.tp):
             total = end = Count(0, 0, 0)
             for transfer in mine:

@@ -141,6 +141,7 @@ class PrefillEngine:
         self._finished: set[int] = set()
         self._last_owner: dict[int, Transfer] = {}
         self.known: dict[str, Transfer] = {}  # by transfer id
+        self._reaped: set[int] = set()
 
     def submit(self, transfer: Transfer, params: dict[str, Any], answer: Any) -> None:
         """A leg arrived; `answer` is the event that the router waits for."""
@@ -218,6 +219,7 @@ class PrefillEngine:
     def _steps(self) -> Generator[Any, None, None]:
         """Run admitted requests in batches, chunk by chunk, until there are none."""
         clock = self.world.clock
+        yield clock.timeout(1)  # legs that arrive at one instant are in one step, as on the real connector
         self._admit()
         while self._running and not self.crashed:
             if (delay := self.world.step_delay("prefill")) > 0:
@@ -325,10 +327,13 @@ class PrefillEngine:
         """The timer of blocks that nobody asked for. The id is forgotten with them: a later release is nobody's (measured)."""
         if transfer.index in self.pool.held:
             self.known = {key: known for key, known in self.known.items() if known is not transfer}
+            self._reaped.add(transfer.index)
         self._free(transfer, "reaped")
 
     def report(self, transfer: Transfer, rank: str) -> None:
         """A rank reported the transfer finished; the executor counts reports and does not ask from whom."""
+        if transfer.index in self._reaped:
+            return
         self.world.log("released", rank, request=transfer.index)
         self._reports[transfer.index] = self._reports.get(transfer.index, 0) + 1
         self._free_if_reported(transfer)
