@@ -20,6 +20,8 @@ OF_DECODE, OF_PREFILL = "restart-rank:D0,ms=3000,for=2000", "restart-rank:P1,ms=
 
 # What the real connectors of 0.27.0 and 0.33.0 did. A failed write raises out of prefill's forward and ends an engine that
 # did not restart; a router in WRITE mode hears that prefill is down only when decode answers, which it never does.
+# Where decode's blocks come after the forward (a busy machine), the write fails in the writer thread, which only logs it.
+LATE_BLOCKS = ["ok", "failed", "hang", "hang"]
 MEASURED = [
     ("0.27.0", "write", OF_DECODE, ["crash", "crash", "crash", "crash"]),
     ("0.33.0", "write", OF_DECODE, ["crash", "crash", "crash", "crash"]),
@@ -51,8 +53,10 @@ def test_the_real_connector_does_it_still(release: str) -> None:
     needs(release)
     rows = [row for row in MEASURED if row[0] == release]
     results = connector_tier.many([build(AROUND | {"release": release, "mode": row[1], "faults": [row[2]]}) for row in rows])
-    assert [result.by_request for result in results] == [row[3] for row in rows]
-    assert all(result.faults[0].fired == 1 for result in results)
+    for (_, mode, fault, seen), result in zip(rows, results, strict=True):
+        late = mode == "write" and fault == OF_DECODE and result.by_request == LATE_BLOCKS
+        assert late or result.by_request == seen, (mode, fault)
+        assert result.faults[0].fired == 1
 
 
 def test_a_session_to_the_old_memory_is_named() -> None:
