@@ -10,7 +10,7 @@ import difflib
 from faults.events import EVENT_KINDS, EventFault, parse_event_fault
 from faults.injector import Fault, Injector
 from faults.kinds import FaultKind, FaultSyntaxError
-from faults.params import KEY_KINDS, KeyFault, apply_faults, parse_key_fault
+from faults.params import KEY_KINDS, KeyFault, parse_key_fault
 
 KINDS: dict[str, FaultKind] = {**KEY_KINDS, **EVENT_KINDS}
 
@@ -37,6 +37,5 @@ __all__ = [
     "FaultSyntaxError",
     "Injector",
     "KeyFault",
-    "apply_faults",
     "parse_fault",
 ]

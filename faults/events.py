@@ -22,11 +22,11 @@ ABORT_AT = ("before", "waiting", "after")
 _READERS: dict[str, Any] = {
     "from": str, "to": str, "n": plain_int, "request": plain_int, "layer": plain_int, "ms": plain_float, "for": plain_float,
     "port": plain_int, "status": str, "fraction": plain_float, "times": plain_int, "at": str, "dp": plain_int, "pattern": str,
-    "factor": plain_float, "after": plain_float,
+    "factor": plain_float, "after": plain_float, "tp": plain_int,
 }  # fmt: skip
 _RANGES: dict[str, tuple[int, int]] = {
     "n": (0, 10**6), "request": (0, 4095), "layer": (0, 1023), "ms": (0, 10**9), "for": (0, 10**9), "port": (-65535, 65535),
-    "times": (1, 10**6), "dp": (0, 255), "factor": (1, 10**6), "after": (0, 10**9),
+    "times": (1, 10**6), "dp": (0, 255), "factor": (1, 10**6), "after": (0, 10**9), "tp": (1, 256),
 }  # fmt: skip
 _LONGEST_PATTERN = 1000
 _REQUEST = re.compile(r"[0-9]{1,4}")
@@ -72,6 +72,9 @@ EVENT_KINDS: dict[str, FaultKind] = {
                   "vllm#51301", ("ms", "for", "factor")),
         FaultKind("crash-rank", "crash-rank:RANK,ms=N", "rank", _LOCAL, "the rank's process dies, and its engine with it",
                   "dynamo#13694", ("ms",)),
+        FaultKind("restart-rank", "restart-rank:RANK,ms=N,for=N", "rank", _LOCAL,
+                  "the rank dies, and its engine comes back `for` ms later: the same ports, new memory", "LMCache#4069, dynamo#13694",
+                  ("ms", "for")),
         FaultKind("stall-rank", "stall-rank:RANK,ms=N,for=N", "rank", _EVERY, "the rank stands still for a while", "vllm#46332",
                   ("ms", "for")),
         FaultKind("late-rank", "late-rank:RANK,ms=N", "rank", _LOCAL, "the rank binds its ports late", "vllm#42839", ("ms",)),
@@ -90,8 +93,12 @@ EVENT_KINDS: dict[str, FaultKind] = {
                   "llm-d-router#2094", ("request", "dp")),
         FaultKind("stop-heartbeat", "stop-heartbeat:prefill|decode,ms=N", "registration", _MODEL, "an instance stops registering", "vllm-router forgets after 5 s",
                   ("ms",)),
+        FaultKind("stale-registration", "stale-registration:prefill|decode,tp=N", "registration", _EVERY,
+                  "the router uses what an instance registered before: `tp`, `dp`, or ports N off; `for` ms long",
+                  "router#192, and the toy proxy never forgets an instance", ("tp", "dp", "port", "for")),
     )
 }  # fmt: skip
+_FORMER = ("tp", "dp", "port")
 
 _TARGETS: dict[str, tuple[str, ...]] = {
     "notice": MESSAGES,
@@ -133,6 +140,7 @@ class EventFault(
     at: str | None = None
     dp: int | None = None
     factor: float | None = None
+    tp: int | None = None
 
     def __post_init__(self) -> None:
         kind = EVENT_KINDS.get(self.kind)
@@ -149,9 +157,20 @@ class EventFault(
             raise FaultSyntaxError(f"{self.kind} can't aim at {self.target!r}; {near(self.target, choices)}", "target")
         if "REQUEST" in kind.syntax and not _REQUEST.fullmatch(self.target):
             raise FaultSyntaxError(f"{self.kind} aims at a request number, not {self.target!r}; use {kind.syntax}", "target")
+        if self.kind == "stale-registration":
+            self._check_former(given)
+            return
         for needed in ("ms", "for", "port", "fraction", "factor", "dp", "at"):
             if f"{needed}=" in kind.syntax and needed not in given:
                 raise FaultSyntaxError(f"{self.kind} needs {needed!r}; use {kind.syntax}")
+
+    def _check_former(self, given: dict[str, Any]) -> None:
+        """What was registered before: at least one number, and no instance has 0 DP ranks."""
+        if not any(name in given for name in _FORMER):
+            raise FaultSyntaxError(f"{self.kind} needs what was registered before, {', '.join(_FORMER[:-1])} or {_FORMER[-1]};"
+                                   f" use {EVENT_KINDS[self.kind].syntax}")  # fmt: skip
+        if self.dp == 0:
+            raise FaultSyntaxError("dp=0 is out of range; use 1 to 255", "dp")
 
     def __str__(self) -> str:
         return ",".join([f"{self.kind}:{self.target}", *(f"{name}={_plain(value)}" for name, value in _given(self).items())])

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from faults.events import EVENT_KINDS, EventFault
-from faults.params import KeyFault, apply_faults
+from faults.params import KeyFault, Legs, apply_faults
 
 Fault = KeyFault | EventFault
 
@@ -18,15 +18,20 @@ class Injector:
         self.faults = tuple(faults)
         self.fired = [0] * len(self.faults)
         self._seen = [0] * len(self.faults)
+        self._written: dict[tuple[int, str], Mapping[str, Any]] = {}  # legs before any fault, for those that copy from one
         self._by_point: dict[str, list[tuple[int, EventFault]]] = {}
         for position, fault in enumerate(self.faults):
             if isinstance(fault, EventFault):
                 self._by_point.setdefault(EVENT_KINDS[fault.kind].point, []).append((position, fault))
 
-    def params(self, params: dict[str, Any], leg: str, request: int) -> tuple[dict[str, Any], list[Fault]]:
-        """One leg's dictionary after all key faults, and those that fired."""
+    def params(
+        self, written: Mapping[str, Any], leg: str, request: int, other: Mapping[str, Any]
+    ) -> tuple[dict[str, Any], list[Fault]]:
+        """One leg's dictionary after all key faults, and those that fired. The router has `written` it, and the `other` leg."""
+        self._written[request, leg] = written
+        legs = Legs(written, other, self._written.get((request - 1, leg)))
         keys = [(position, fault) for position, fault in enumerate(self.faults) if isinstance(fault, KeyFault)]
-        after, fired = apply_faults([fault for _, fault in keys], params, leg, request)
+        after, fired = apply_faults([fault for _, fault in keys], legs, leg, request)
         for index in fired:
             self.fired[keys[index][0]] += 1
         return after, [keys[index][1] for index in fired]

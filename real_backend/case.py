@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from faults import EventFault, Fault, parse_fault
+from faults import KINDS, EventFault, Fault, parse_fault
 
 Mode = Literal["write", "read"]
 Side = Literal["prefill", "decode"]
@@ -92,6 +92,10 @@ class RequestCase:
     """Decode's scheduler wants nothing from outside, whatever the connector answers."""
     generate_s: float = 0.0
     """How long it goes on at decode after its first token."""
+    arrival_s: float = 0.0
+    """When the router gets it, from the start of the run."""
+    ports_off: Mapping[str, int] = field(default_factory=dict)
+    """By how much the ports of a side are off in the request's id."""
 
     def blocks(self, side: Side) -> tuple[int, ...]:
         """Return its blocks on one of the two engines."""
@@ -132,8 +136,8 @@ class FaultPlan:
 
     @property
     def events(self) -> tuple[EventFault, ...]:
-        """Those that act while the run goes on; the others act on the router's keys."""
-        return tuple(fault for fault in self.faults if isinstance(fault, EventFault))
+        """Those that act while the run goes on; the others act on what the router writes."""
+        return tuple(fault for fault in self.faults if isinstance(fault, EventFault) and KINDS[fault.kind].point != "registration")
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Faults tell a default by its identity, which a pickle loses, so they travel as people write them.

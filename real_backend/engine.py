@@ -26,7 +26,7 @@ class Tracked:
 
     index: int
     request_id: str
-    state: str = "new"  # then waiting or running, then held or aborting (its blocks stay), or ended
+    state: str = "new"  # then waiting or running, then held or aborting (its blocks stay), or ended; or lost with its engine
     steps: int = 0
     since: float = 0.0
     """When it was admitted."""

@@ -10,26 +10,28 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import signal
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from real_backend.book import SharedInjector
-from real_backend.case import CaseResult, ConnectorCase, Leg, Raised, Side
-from real_backend.engine import Abort, Engine
+from real_backend.case import CaseResult, ConnectorCase, Leg, Raised, RankReport, Side
+from real_backend.engine import Abort, Engine, Tracked
 from real_backend.processes import Child, Ports, ProcessDied, TreeServer, reserve_ports
 from real_backend.rank_faults import RankFaults
-from real_backend.verdict import Evidence, conclude, not_started
+from real_backend.verdict import EngineKey, Evidence, conclude, not_started
 from sim.errors import TierError
 
 _POLL_S = 0.01
 _SETTLE_S = 0.15
 _BIND_LIMIT_S = 0.5
+_RESTART_LIMIT_S = 10.0
 _SIDES: tuple[Side, Side] = ("prefill", "decode")
 
 
@@ -93,7 +95,7 @@ class Harness:
                 children.introduce(faults.late)
                 run = Run(case, children, faults, book)
                 run.drive()
-                evidence = Evidence(case, run.engines, children.ranks, run.transfer_ids)
+                evidence = Evidence(case, run.engines, children.ranks, run.transfer_ids, children.past)
                 result = conclude(evidence, time.monotonic() - started, book.totals())
                 refuse_misfits(list(result.raised))
                 return result
@@ -106,10 +108,11 @@ class Harness:
             self._servers[side].call("configure", run, case, side, list(range(case.engine(side).dp)), ports[side])
         children = Children(ports, {}, {})
         log = self._work / "children.log"
+        children.fork = lambda key: self._fork_engine(run, case, key, children, folder, log, faults)
         try:
             for side in _SIDES:
                 for dp in range(case.engine(side).dp):
-                    self._fork_engine(run, case, (side, dp), children, folder, log, faults)
+                    children.fork((side, dp))
             yield children
         finally:
             for server in set(self._servers.values()):
@@ -127,7 +130,8 @@ class Harness:
         children.ranks[key] = []
         for tp in range(size.tp):
             name = size.rank_name(side, dp, tp)
-            arguments = (side, dp, log, tp, folder / f"{side}{dp}", ports, faults.late.get(name, 0.0))
+            meeting = folder / f"{side}{dp}-{len(children.gone)}"
+            arguments = (side, dp, log, tp, meeting, ports, faults.late.get(name, 0.0))
             children.ranks[key].append(Child(name, server, run, "rank", arguments, ask=True))
 
 
@@ -141,14 +145,42 @@ def refuse_misfits(raised: list[Raised]) -> None:
 
 @dataclass(slots=True)
 class Children:
-    """All processes of a run, by engine and DP rank."""
+    """All processes of a run, by engine and DP rank. `gone` are those that a restart replaced, `past` what they had seen."""
 
     ports: dict[Side, Ports]
     schedulers: dict[tuple[Side, int], Child]
     ranks: dict[tuple[Side, int], list[Child]]
+    gone: list[Child] = field(default_factory=list)
+    past: dict[str, RankReport] = field(default_factory=dict)
+    bound: dict[int, str] = field(default_factory=dict)
+    """Which rank listens on which port."""
+    fork: Callable[[EngineKey], None] = field(default=lambda _key: None)
+    """Start the processes of an engine."""
 
     def all(self) -> list[Child]:
-        return [*self.schedulers.values(), *self.all_ranks()]
+        return [*self.schedulers.values(), *self.all_ranks(), *self.gone]
+
+    def end(self, key: EngineKey) -> None:
+        """Kill the ranks of an engine; what they have seen is kept."""
+        for rank in self.ranks[key]:
+            self.past[rank.name] = rank.ask("report")
+        for rank in self.ranks[key]:
+            rank.planned_death = True
+            rank.signal(signal.SIGKILL)
+
+    def replace(self, key: EngineKey) -> None:
+        """Start the engine anew on the same ports. Raises ProcessDied if it doesn't come up."""
+        self.schedulers[key].signal(signal.SIGKILL)
+        self.gone += [self.schedulers[key], *self.ranks[key]]
+        self.fork(key)
+        ranks = self.ranks[key]
+        for child in (self.schedulers[key], *ranks):
+            if not child.steps.poll(_RESTART_LIMIT_S) or child.result() is not None:
+                raise ProcessDied(child.name, "did not come back")
+        await_ports(ranks)
+        for rank in ranks:
+            rank.ask("meet", self.bound)
+        self.schedulers[key].call("meet", self.bound)
 
     def all_ranks(self) -> list[Child]:
         return [rank for ranks in self.ranks.values() for rank in ranks]
@@ -171,16 +203,22 @@ class Children:
     def introduce(self, late: dict[str, float]) -> None:
         """Tell everyone which rank listens on which port. Listeners bind in threads of their own, so wait for both."""
         present = [rank for rank in self.all_ranks() if rank.name not in late]
-        bound: dict[int, str] = {}
-        deadline = time.monotonic() + _BIND_LIMIT_S
+        self.bound = await_ports(present)
         for rank in present:
-            while len(ports := rank.ask("bound")) < 2 and time.monotonic() < deadline:
-                time.sleep(_POLL_S)
-            bound |= dict.fromkeys(ports, rank.name)
-        for rank in present:
-            rank.ask("meet", bound)
+            rank.ask("meet", self.bound)
         for scheduler in self.schedulers.values():
-            scheduler.call("meet", bound)
+            scheduler.call("meet", self.bound)
+
+
+def await_ports(ranks: list[Child]) -> dict[int, str]:
+    """Which of these ranks listens on which port, once all do or too much time has passed."""
+    bound: dict[int, str] = {}
+    deadline = time.monotonic() + _BIND_LIMIT_S
+    for rank in ranks:
+        while len(ports := rank.ask("bound")) < 2 and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+        bound |= dict.fromkeys(ports, rank.name)
+    return bound
 
 
 class Run:
@@ -188,42 +226,87 @@ class Run:
 
     def __init__(self, case: ConnectorCase, children: Children, faults: RankFaults, book: SharedInjector) -> None:
         self._case = case
+        self._children = children
         self._ports = children.ports
         self._lock = threading.Lock()
         self._faults, self._book = faults, book
-        self._ranks = {rank.name: rank for rank in children.all_ranks()}
+        self._unsent = sorted(range(len(case.requests)), key=lambda index: case.requests[index].arrival_s)
+        self._down: set[EngineKey] = set()
         self.transfer_ids: list[set[Any]] = [set() for _ in case.requests]
-        self.engines = {
-            (side, dp): Engine(
-                case, side, children.schedulers[side, dp], ranks, self._prefill_done, self._aborts() if side == "decode" else {}
-            )
-            for (side, dp), ranks in children.ranks.items()
-        }
+        self.engines = {key: self._engine(key) for key in children.ranks}
 
     def drive(self) -> None:
         """Send the legs, then wait until every request is over or nothing moves any more."""
         self._book.start()
         started = time.monotonic()
-        self._faults.act(0.0, self._ranks, over=False)
+        self._faults.act(0.0, self._ranks(), over=False)
         for engine in self.engines.values():
             engine.start()
         try:
-            for index, request in enumerate(self._case.requests):
-                if self._case.mode == "write":
-                    self._send_decode(index, {})
-                self._send("prefill", request.prefill_dp, index, dict(request.prefill_leg))
+            self._send_due(0.0)
             while not self._over():
                 time.sleep(_POLL_S)
-                self._faults.act(time.monotonic() - started, self._ranks, over=self._all_ended())
+                now_s = time.monotonic() - started
+                self._faults.act(now_s, self._ranks(), over=self._all_ended())
+                self._restart_due(now_s)
+                self._send_due(now_s)
                 for engine in self.engines.values():
                     if engine.failure:
                         raise _as_tier_error(engine.failure)
         finally:
             for engine in self.engines.values():
                 engine.stop()
-            self._faults.release(self._ranks)
+            self._faults.release(self._ranks())
         for engine in self.engines.values():
             engine.join(timeout=0.5)
+
+    def _engine(self, key: EngineKey) -> Engine:
+        aborts = self._aborts() if key[0] == "decode" else {}
+        children = self._children
+        return Engine(self._case, key[0], children.schedulers[key], children.ranks[key], self._prefill_done, aborts)
+
+    def _ranks(self) -> dict[str, Child]:
+        return {rank.name: rank for rank in self._children.all_ranks()}
+
+    def _send_due(self, now_s: float) -> None:
+        """Send the legs of all requests that have arrived: in WRITE both at once."""
+        while self._unsent and self._case.requests[self._unsent[0]].arrival_s <= now_s:
+            index = self._unsent.pop(0)
+            request = self._case.requests[index]
+            if self._case.mode == "write":
+                self._send_decode(index, {})
+            self._send("prefill", request.prefill_dp, index, dict(request.prefill_leg))
+
+    def _restart_due(self, now_s: float) -> None:
+        """End engines whose restart begins, and start those anew whose restart ends."""
+        for restart in list(self._faults.restarts):
+            key = next(key for key, ranks in self._children.ranks.items() if restart.rank in [rank.name for rank in ranks])
+            if key in self._down and restart.up_at_s <= now_s:
+                self._faults.restarts.remove(restart)
+                self._bring_up(key)
+            elif key not in self._down and restart.down_at_s <= now_s:
+                if self._all_ended() or self.engines[key].dead:
+                    self._faults.restarts.remove(restart)  # nothing left that it could change
+                else:
+                    self._book.note(restart.fault)
+                    self._take_down(key)
+
+    def _take_down(self, key: EngineKey) -> None:
+        self._down.add(key)
+        self._children.end(key)
+        self.engines[key].join(timeout=_RESTART_LIMIT_S)
+        for request in self.engines[key].tracked.values():
+            if request.state != "ended":
+                request.state = "lost"
+
+    def _bring_up(self, key: EngineKey) -> None:
+        """A new engine that knows nothing; what became of earlier requests is kept for the verdict."""
+        self._children.replace(key)
+        before = self.engines[key]
+        engine = self.engines[key] = self._engine(key)
+        engine.tracked.update(before.tracked)
+        self._down.discard(key)
+        engine.start()
 
     def _aborts(self) -> dict[int, Abort]:
         found: dict[int, Abort] = {}
@@ -243,7 +326,9 @@ class Run:
         self._send("decode", request.decode_dp, index, leg)
 
     def _send(self, side: Side, dp: int, index: int, leg: Leg) -> None:
-        addresses = [self._ports[each].zmq_address for each in _SIDES]
+        off = self._case.requests[index].ports_off
+        named = [(self._ports[each], off.get(each, 0)) for each in _SIDES]
+        addresses = [replace(ports, handshake=ports.handshake + by, notify=ports.notify + by).zmq_address for ports, by in named]
         router_id = f"___prefill_addr_{addresses[0]}___decode_addr_{addresses[1]}_{index:032x}"
         request_id = f"cmpl-{router_id}-0-{'a' * 8 if side == 'prefill' else 'd' * 8}"
         with self._lock:
@@ -251,16 +336,19 @@ class Run:
             if "transfer_id" in leg:
                 with contextlib.suppress(TypeError):  # a list or a table, by a key fault: no message can go under it
                     self.transfer_ids[index].add(leg["transfer_id"])
+        if (side, dp) in self._down:  # nobody answers the router
+            self.engines[side, dp].tracked[request_id] = Tracked(index, request_id, "ended", failed=True)
+            return
         self.engines[side, dp].submit(index, request_id, leg)
 
     def _all_ended(self) -> bool:
         requests = [request for engine in self.engines.values() for request in engine.tracked.values()]
-        return len(requests) == 2 * len(self._case.requests) and all(request.state == "ended" for request in requests)
+        return len(requests) == 2 * len(self._case.requests) and all(request.state in ("ended", "lost") for request in requests)
 
     def _over(self) -> bool:
         now = time.monotonic()
         engines = self.engines.values()
-        if self._faults.holding:
+        if self._faults.holding or self._down or self._unsent:
             return False
         for engine in engines:
             started = engine.step_started

@@ -13,9 +13,10 @@ import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
-from real_backend.case import CaseResult, EngineSize
+from real_backend.case import CaseResult, Coverage, EngineSize
 from real_backend.harness import Harness
 from real_backend.plan import RELEASES, Cell, cells
 from real_backend.race import NO_BARRIER, OVERWRITTEN, Race, race_of
@@ -98,20 +99,28 @@ def _measure(harness: Harness, cell: Cell, date: str, show: bool) -> Row:
 
 
 def _observe(cell: Cell, result: CaseResult) -> _Observed:
-    coverage = [rank for request in result.requests for rank in request.coverage]
+    """What ranks saw of all their requests: the mean of their cells; told is who was told of each of them."""
     needed = _needed(cell)
-    at_end = [rank for request in result.requests for rank in request.at_end]
     reached = _reached(cell, result)
+    at_go: dict[str, list[Coverage]] = {name: [] for name in needed}
+    at_end: dict[str, list[Coverage]] = {name: [] for name in needed}
+    untold: set[str] = set()
+    for placed, request in zip(cell.case().requests, result.requests, strict=True):
+        for tp in range(cell.decode.tp):
+            name = cell.decode.rank_name("decode", placed.decode_dp, tp)
+            at_go[name].append(request.coverage[tp])
+            at_end[name].append(request.at_end[tp])
+            untold |= {name} - set(request.told)
 
     def ordered(names: set[str]) -> tuple[str, ...]:
         return tuple(sorted(names))
 
     return _Observed(
-        tuple(rank.covered for rank in coverage),
-        tuple(rank.wrong for rank in coverage),
-        tuple(rank.covered for rank in at_end),
-        ordered({name for request in result.requests for name in request.told}),
-        tuple(name for name, rank in zip(needed, at_end, strict=True) if rank.missing < 1 and name in reached),
+        tuple(fmean(each.covered for each in cells) for cells in at_go.values()),
+        tuple(fmean(each.wrong for each in cells) for cells in at_go.values()),
+        tuple(fmean(each.covered for each in cells) for cells in at_end.values()),
+        ordered(set(needed) - untold),
+        tuple(name for name, cells in at_end.items() if any(each.missing < 1 for each in cells) and name in reached),
         ordered({name for request in result.requests for name in request.prefill_told}),
         ordered({name for request in result.requests for name in request.prefill_released}),
         result.outcome,
@@ -128,8 +137,9 @@ def _reached(cell: Cell, result: CaseResult) -> set[str]:
 
 
 def _needed(cell: Cell) -> list[str]:
+    """Return the decode ranks that have a request, in (dp, tp) order."""
     size = cell.decode
-    return [size.rank_name("decode", index % size.dp, tp) for index in range(cell.requests) for tp in range(size.tp)]
+    return [size.rank_name("decode", dp, tp) for dp in range(min(size.dp, cell.requests)) for tp in range(size.tp)]
 
 
 def _same(observed: Sequence[_Observed], name: str) -> Any:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
-from faults import KeyFault, apply_faults, parse_fault
-from real_backend.case import ConnectorCase, EngineSize, Leg, Mode, ModelShape, RequestCase
+from faults import Injector, parse_fault
+from real_backend.case import ConnectorCase, EngineSize, Mode, ModelShape, RequestCase
+from sim.dispatch import Dispatch
 from sim.routers import get_router
 
 RELEASES = ("0.24.0", "0.25.1", "0.26.0", "0.27.0", "0.28.0", "0.29.0", "0.30.0", "0.31.0", "0.32.0", "0.33.0")
@@ -67,6 +67,21 @@ _RUNNING: tuple[tuple[bool, tuple[str, ...]], ...] = (
     (False, ("set:do_remote_prefill=false@decode",)),
 )
 _GENERATE_S = 5.0
+# Mode, TP sizes and DP size of both sides, faults: each leg gets what was meant for the other, or for the request before.
+_SWAPPED: tuple[tuple[Mode, int, int, int, str], ...] = (
+    ("write", 2, 4, 1, "swap:remote_tp_size"),
+    ("write", 4, 2, 1, "swap:remote_tp_size@prefill"),
+    ("write", 2, 2, 1, "swap:do_remote_prefill@decode"),
+    ("read", 2, 4, 1, "swap:remote_tp_size@decode"),
+    ("read", 2, 2, 1, "swap:remote_block_ids@prefill"),
+)
+_STALE: tuple[tuple[Mode, int, int, int, str], ...] = (
+    ("write", 2, 2, 1, "stale:transfer_id"),
+    ("write", 2, 2, 1, "stale:transfer_id@decode#1+"),
+    ("write", 1, 1, 2, "stale:remote_dp_rank@decode"),
+    ("read", 2, 2, 1, "stale:remote_block_ids@decode"),
+    ("read", 2, 2, 1, "stale:transfer_id@decode"),
+)
 _RENAME = ("rename:remote_tp_size=tp_size@prefill",)
 
 
@@ -98,19 +113,18 @@ class Cell:
 
     def case(self, completion_delay_s: float = 0.0) -> ConnectorCase:
         """Return what the harness runs, with transfers that take `completion_delay_s`."""
+        keys = Injector([parse_fault(text) for text in self.faults])
         return ConnectorCase(
             self.mode,
             self.model,
             self.prefill,
             self.decode,
-            tuple(self._request(index) for index in range(self.requests)),
+            tuple(self._request(index, keys) for index in range(self.requests)),
             completion_delay_s=completion_delay_s,
         )
 
-    def _request(self, index: int) -> RequestCase:
+    def _request(self, index: int, keys: Injector) -> RequestCase:
         router = get_router(self.router, self.release)
-        # Cells plan key faults only: what else may go wrong is not the legs' affair.
-        faults = [fault for fault in map(parse_fault, self.faults) if isinstance(fault, KeyFault)]
         prefill_dp, decode_dp = index % self.prefill.dp, index % self.decode.dp
         values = {
             "transfer_id": f"tx-{index:032x}",
@@ -121,15 +135,17 @@ class Cell:
             "decode.dp": self.decode.dp,
             "decode.dp_rank": decode_dp,
         }
-
-        def decode_leg(response: Mapping[str, Any]) -> Leg:
-            return apply_faults(faults, router.decode_leg(self.mode, values, response), "decode", index)[0]
-
-        prefill_leg = apply_faults(faults, router.prefill_leg(self.mode, values), "prefill", index)[0]
+        dispatch = Dispatch(router, self.mode, values, keys, index)
         return RequestCase(
-            _PREFILL_BLOCKS[index], _DECODE_BLOCKS[index], prefill_leg, decode_leg, prefill_dp, decode_dp,
-            external_zero=self.external_zero, generate_s=self.generate_s,
-        )  # fmt: skip
+            _PREFILL_BLOCKS[index],
+            _DECODE_BLOCKS[index],
+            dispatch.prefill_leg()[0],
+            lambda response: dispatch.decode_leg(response)[0],
+            prefill_dp,
+            decode_dp,
+            external_zero=self.external_zero,
+            generate_s=self.generate_s,
+        )
 
 
 def cells(release: str) -> Iterator[Cell]:
@@ -168,3 +184,8 @@ def cells(release: str) -> Iterator[Cell]:
         yield replace(cell("write", 2, 2, _MLA, faults=planned), external_zero=zero, generate_s=_GENERATE_S)
     for fault in _READ_KEY_FAULTS:
         yield cell("read", 2, 2, _MLA, faults=(fault,))
+    for requests, group in ((1, _SWAPPED), (2, _STALE)):
+        for mode, p, d, dp, fault in group:
+            # Up to 0.26 a step reads for one request only, whatever their keys.
+            if mode == "write" or requests == 1 or release not in ("0.24.0", "0.25.1", "0.26.0"):
+                yield Cell(release, mode, EngineSize(p, dp), EngineSize(d, dp), _MLA, toy, (fault,), requests)

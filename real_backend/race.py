@@ -25,6 +25,11 @@ REFUSED = Race(
     "a refused write ends prefill's step if decode's blocks came before its forward's end, else only the transfer",
     ("outcome", "prefill_released"),
 )
+ONE_ID = Race(
+    "two requests under one transfer id: whose data goes into whose blocks depends on which messages came first",
+    ("coverage", "wrong", "prefill_released", "outcome"),
+    ("covered_plus_wrong",),
+)
 NO_BARRIER = Race(
     "decode doesn't wait for its reads: what is there when a layer is used depends on how fast they are",
     (),
@@ -41,6 +46,9 @@ def race_of(case: ConnectorCase, result: CaseResult) -> Race | None:
         return REFUSED
     if _overwritten(case, result):
         return OVERWRITTEN
+    ids = [str(request.prefill_leg["transfer_id"]) for request in case.requests if "transfer_id" in request.prefill_leg]
+    if case.mode == "write" and len(set(ids)) < len(ids):
+        return ONE_ID
     if any(fault.kind == "early-completion" and fault.ms for fault in case.plan.events):
         return EARLY
     return None

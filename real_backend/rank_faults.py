@@ -13,7 +13,7 @@ from real_backend.case import ConnectorCase
 from real_backend.processes import Child
 from sim.errors import TierError
 
-RANK_KINDS = ("crash-rank", "stall-rank", "late-rank")
+RANK_KINDS = ("crash-rank", "restart-rank", "stall-rank", "late-rank")
 
 
 @dataclass(slots=True)
@@ -26,16 +26,27 @@ class _Due:
     fault: EventFault | None
 
 
+@dataclass(frozen=True, slots=True)
+class Restart:
+    """The engine of `rank` ends at one time of the run, and comes back at another."""
+
+    down_at_s: float
+    up_at_s: float
+    rank: str
+    fault: EventFault
+
+
 class RankFaults:
-    """What is planned for ranks. `late` maps a rank to the seconds by which it is late."""
+    """What is planned for ranks. `late` maps a rank to the seconds by which it is late; `restarts` are for the driver."""
 
     def __init__(self, case: ConnectorCase, book: SharedInjector) -> None:
         self._book = book
         self._due: list[_Due] = []
         self._stopped: set[str] = set()
         self.late: dict[str, float] = {}
+        self.restarts: list[Restart] = []
         events = case.plan.events
-        self.longest_s = max(((fault.ms or 0.0) / 1e3 for fault in events), default=0.0)
+        self.longest_s = max((((fault.ms or 0.0) + (fault.for_ms or 0.0)) / 1e3 for fault in events), default=0.0)
         """How long after its cause something may still happen because of a fault."""
         self.trailing_s = max(((fault.ms or 0.0) / 1e3 for fault in events if fault.kind not in RANK_KINDS), default=0.0)
         """How long after all requests' ends bytes or messages may still come."""
@@ -45,6 +56,8 @@ class RankFaults:
                 if at_s:  # 0 ms late is in time
                     self.late[fault.target] = at_s
                 book.note(fault)
+            elif fault.kind == "restart-rank":
+                self.restarts.append(Restart(at_s, at_s + (fault.for_ms or 0.0) / 1e3, fault.target, fault))
             elif fault.kind == "crash-rank":
                 self._due.append(_Due(at_s, fault.target, signal.SIGKILL, fault))
             elif fault.kind == "stall-rank":

@@ -212,7 +212,7 @@ def _check_faults(case: ConnectorCase) -> None:
     for index, fault in enumerate(case.plan.faults):
         if not isinstance(fault, EventFault):
             continue
-        if fault.kind in ("crash-rank", "late-rank"):
+        if fault.kind in ("crash-rank", "restart-rank", "late-rank"):
             text = f"{fault.kind} is not on the hardware tier: torchrun ends all ranks when one is missing"
             raise TierError(f"faults[{index}]", text, "use stall-rank, or --tier connector")
         if fault.kind == "stall-rank" and fault.target == case.prefill.rank_name("prefill", 0, 0):

@@ -11,10 +11,11 @@ from typing import Any
 import msgspec
 
 from faults import KINDS, EventFault, Injector
-from real_backend.case import ConnectorCase, EngineSize, FaultPlan, Leg, ModelShape, RequestCase, Side, Timers
+from real_backend.case import ConnectorCase, EngineSize, FaultPlan, ModelShape, RequestCase, Side, Timers
 from real_backend.injection import NOTICE_KINDS, TRANSFER_KINDS
 from real_backend.processes import MOST_RANKS
 from real_backend.rank_faults import RANK_KINDS
+from sim.dispatch import Dispatch
 from sim.errors import TierError
 from sim.geometry import Geometry
 from sim.scenario import Scenario
@@ -29,17 +30,18 @@ _KNOWN: dict[str, tuple[str, ...]] = {
     "prefill": ("tp", "dp", "num_blocks"),
     "decode": ("tp", "dp", "num_blocks"),
     "timers": ("transfer_timeout_s", "defer_timeout_s", "recv_abort_timeout_s"),
-    "requests": ("prompt_tokens", "generate_ns", "external_zero", "prefill_dp", "decode_dp", "prefill_blocks", "decode_blocks"),
+    "requests": ("arrival_ns", "prompt_tokens", "generate_ns", "external_zero", "prefill_dp", "decode_dp", "prefill_blocks",
+                 "decode_blocks"),
 }  # fmt: skip
 _HINT = "leave it out, or use --tier model"
-_EVENTS = (*NOTICE_KINDS, *TRANSFER_KINDS, *RANK_KINDS, "abort")
+_EVENTS = (*NOTICE_KINDS, *TRANSFER_KINDS, *RANK_KINDS, "abort", "stale-registration")
 _RANK_MB = 90
 _MOST_TAGS = 2**31
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One scenario, ready to run. `keys` counts the key faults, which act on the legs."""
+    """One scenario, ready to run. `keys` counts the faults of the router's keys and of what it knows, which act on the legs."""
 
     scenario: Scenario
     setup: Setup
@@ -153,10 +155,10 @@ def _requests(setup: Setup, keys: Injector) -> tuple[RequestCase, ...]:
 def _request(
     setup: Setup, keys: Injector, request: Request, at_prefill: tuple[int, ...], at_decode: tuple[int, ...]
 ) -> RequestCase:
-    scenario, router = setup.scenario, setup.router
+    scenario = setup.scenario
     if request.rejected:
-        raise TierError(f"requests[{request.index}]", f"{router.name} sends it to DP rank {request.prefill_dp}, which decode lacks",
-                        "set its decode_dp: the connector tier has no front end to reject it")  # fmt: skip
+        asked = f"{setup.router.name} sends it to DP rank {request.prefill_dp}, which decode lacks"
+        raise TierError(f"requests[{request.index}]", asked, "set its decode_dp: the connector tier has no front end to reject it")
     if request.prompt_tokens % scenario.block_size:
         whole = request.blocks * scenario.block_size
         raise TierError(f"requests[{request.index}].prompt_tokens",
@@ -175,14 +177,21 @@ def _request(
         "decode.hosts": ["127.0.0.1"],
     }
 
-    def decode_leg(response: Mapping[str, Any]) -> Leg:
-        return keys.params(router.decode_leg(scenario.mode, values, response), "decode", request.index)[0]
-
-    prefill_leg = keys.params(router.prefill_leg(scenario.mode, values), "prefill", request.index)[0]
+    now_ms = request.arrival_ns / 1e6
+    dispatch = Dispatch(setup.router, scenario.mode, values, keys, request.index, now_ms=now_ms)
     return RequestCase(
-        at_prefill, at_decode, prefill_leg, decode_leg, request.prefill_dp, request.decode_dp, request.prompt_tokens,
-        request.external_zero, request.generate_ns / 1e9,
-    )  # fmt: skip
+        at_prefill,
+        at_decode,
+        dispatch.prefill_leg()[0],
+        lambda response: dispatch.decode_leg(response)[0],
+        request.prefill_dp,
+        request.decode_dp,
+        request.prompt_tokens,
+        request.external_zero,
+        request.generate_ns / 1e9,
+        request.arrival_ns / 1e9,
+        dispatch.ports_off(),
+    )
 
 
 def _check_size(case: ConnectorCase) -> None:

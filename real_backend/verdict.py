@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from real_backend.case import CaseResult, ConnectorCase, Coverage, Raised, RankReport, RequestResult, Side
@@ -34,6 +34,8 @@ class Evidence:
     ranks: Mapping[EngineKey, list[Child]]
     transfer_ids: Sequence[set[Any]]
     """By request, every id under which its control messages may go."""
+    past: Mapping[str, RankReport] = field(default_factory=dict)
+    """What ranks had seen when a planned fault ended their first life."""
 
 
 def conclude(evidence: Evidence, seconds: float, fired: tuple[int, ...]) -> CaseResult:
@@ -41,6 +43,9 @@ def conclude(evidence: Evidence, seconds: float, fired: tuple[int, ...]) -> Case
     children = [child for ranks in evidence.ranks.values() for child in ranks]
     engines = evidence.engines.values()
     reports = {child.name: _ask(child, RankReport(child.name, last_step=KILLED), "report") for child in children}
+    for name, before in evidence.past.items():
+        now = reports[name]
+        reports[name] = replace(now, notices=before.notices + now.notices, read_from=before.read_from | now.read_from)
     raised = [raised for engine in engines for raised in engine.raised]
     # vLLM's executor gives up on ranks in processes of their own after 300 s in a step; one rank alone is waited for.
     killed = any(engine.stalled and len(engine.ranks) > 1 for engine in engines)
@@ -81,6 +86,8 @@ def _judge(evidence: Evidence, index: int, reports: Mapping[str, RankReport], cr
     decode_ranks = evidence.ranks[at_decode]
     decode = _tracked(evidence.engines[at_decode], index)
     prefill = _tracked(evidence.engines[at_prefill], index)
+    if case.mode == "read" and prefill.failed:  # prefill was down, and so decode was never asked
+        decode = Tracked(index, "", "ended", failed=True)
 
     def noticed(*kinds: str) -> tuple[str, ...]:
         """Return the prefill ranks whose listener took in a message of one of `kinds` about the request.
@@ -109,7 +116,7 @@ def _judge(evidence: Evidence, index: int, reports: Mapping[str, RankReport], cr
     return RequestResult(
         at_go=at_go,
         at_end=tuple(_ask(rank, Coverage(0.0, 0.0, 1.0), "grade", index, False) for rank in decode_ranks),
-        outcome=_outcome(decode, at_go, late=late, held=held, crashed=crashed),
+        outcome=_outcome(decode, at_go, late=late, held=held, crashed=crashed or "lost" in (prefill.state, decode.state)),
         go=decode.go,
         failed=decode.failed,
         recomputed=decode.recomputed,

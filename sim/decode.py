@@ -90,6 +90,8 @@ class DecodeRank(Rank):
 
     def look(self, transfer: Transfer, layer: int) -> None:
         """Decode uses this layer now: note what is there."""
+        if self.gone:
+            return
         self._used(transfer, layer, self.engine.ledger.count(self.tp, layer, transfer.index, transfer.needs[self.tp]))
 
     def look_at_all(self, transfer: Transfer) -> None:
@@ -253,17 +255,17 @@ class DecodeEngine:
         release = self.me.release
         if not release.call("blocks_ready_gate")(params, self.dp, self.me.pod(self.dp)):
             return
-        for address in self._prefill_ports(params, folded=True):
+        for address in self._prefill_ports(transfer, params, folded=True):
             self.world.log("blocks_ready_sent", self.name, f"port {address[1]}", transfer.index)
             self.world.network.send(
                 self.name, address, transfer.index, "remote_blocks",
                 lambda rank: rank.on_blocks_ready(transfer_id, transfer, blocks, self.dp),
             )  # fmt: skip
 
-    def _prefill_ports(self, params: dict[str, Any], folded: bool) -> list[tuple[str, int]]:
+    def _prefill_ports(self, transfer: Transfer, params: dict[str, Any], folded: bool) -> list[tuple[str, int]]:
         """Notify addresses of the prefill ranks that this release knows; unfolded ones know nothing of pods."""
         release, peer = self.me.release, self.world.setup.prefill
-        host, _handshake, notify_port = peer_address(params, release.address, peer, self.world.setup.scenario.request_id_addresses)
+        host, _handshake, notify_port = peer_address(params, release.address, peer, self.world.named_ports(transfer, peer))
         dp = params.get("remote_dp_rank", 0)
         if not isinstance(dp, int):
             raise PeerRefusal("TypeError", f"remote_dp_rank {dp!r} in port arithmetic")
@@ -278,7 +280,7 @@ class DecodeEngine:
     def _release_early(self, transfer: Transfer, params: dict[str, Any], transfer_id: Any) -> None:
         """Tell prefill's ranks that decode needs nothing of this request."""
         consumer = self.me.tp if self.me.release.early_release_acks == "decode_size" else 1
-        for address in self._prefill_ports(params, folded=False):
+        for address in self._prefill_ports(transfer, params, folded=False):
             self.world.log("release_sent", self.name, f"port {address[1]}", transfer.index)
             self.world.network.send(
                 self.name, address, transfer.index, "release",
@@ -359,8 +361,8 @@ class DecodeEngine:
         self.world.clock.process(self._guarded(transfer, leg, local))
 
     def _read_leg(self, transfer: Transfer, params: dict[str, Any]) -> Leg:
-        setup = self.world.setup
-        return read_leg(params, self.me, setup.prefill, f"D-{transfer.index}", setup.scenario.request_id_addresses)
+        peer = self.world.setup.prefill
+        return read_leg(params, self.me, peer, f"D-{transfer.index}", self.world.named_ports(transfer, peer))
 
     def _guarded(self, transfer: Transfer, leg: Leg | None, local: list[int]) -> Generator[Any, None, None]:
         try:
@@ -464,6 +466,20 @@ class DecodeEngine:
             transfer.bad_end = transfer.bad_end or "failed"
         self._close(transfer)
         self.world.log("request_failed", self.name, request=transfer.index, detail=why)
+
+    def die(self) -> list[int]:
+        """All processes of the engine end. Returns the requests that were in it, whose clients hear of it."""
+        for rank in self.ranks:
+            rank.die()
+        inside = [*self.pool.held, *(each[0].index for each in (*self._queue, *self._early))]
+        self.pool.held.clear()
+        self._queue.clear()
+        for transfer in self.world.transfers:
+            if transfer.decode_dp == self.dp:
+                transfer.needs = []  # the memory is gone, and what earlier requests left in it
+        for index in inside:
+            self.world.transfers[index].finish()
+        return inside
 
     def crash(self, error: str, transfer: Transfer | None, where: str = "") -> None:
         """The engine, or its step, is lost, and with it every request in it."""

@@ -14,6 +14,7 @@ from sim.releases import ConnectorRelease
 from sim.result import Finding, RankCoverage, Sets
 from sim.setup import Endpoint
 from sim.world import World
+from sim.writer import BROKEN
 
 
 def find(world: World, ranks: list[RankCoverage], sets: Sets) -> list[Finding]:
@@ -24,6 +25,7 @@ def find(world: World, ranks: list[RankCoverage], sets: Sets) -> list[Finding]:
         *_wrong_dials(world),
         *_dead_dials(world),
         *_refused_maps(world),
+        *_stale_sessions(world),
         *_crashes(world),
         *_lost(world),
         *_task_failures(world),
@@ -44,7 +46,8 @@ def _unfired(world: World, fault: Fault) -> Finding:
     if isinstance(fault, KeyFault):
         sent = {key for (_, leg), params in world.legs.items() if fault.leg in (None, leg) for key in params}
         hint = f"; {nearest(fault.key, sent)}" if fault.kind != "set" and fault.key not in sent and sent else ""
-        cause = f"{router} sends no such key there in {mode}, or the same value{hint}"
+        same = {"swap": "on both legs", "stale": "for the request before"}.get(fault.kind, "")
+        cause = f"{router} sends no such key there in {mode}, or the same value {same}".rstrip() + hint
     else:
         cause = f"in this {mode} run nothing happened that the fault aims at"
     return Finding(kind="fault-not-fired", text=f"{fault} changed nothing: the run proves nothing about it", causes=[cause])
@@ -231,6 +234,22 @@ def _lost(world: World) -> list[Finding]:
             causes=[f"{router.name} sends the decode leg to the DP rank that prefill's leg has"] if "rejects" in why else [],
         )
         for why, lost in requests.items()
+    ]
+
+
+def _stale_sessions(world: World) -> list[Finding]:
+    """Ranks that moved data through a session to memory that a restart has taken away."""
+    broken = [event for event in world.history.events("transfer_failed") if event.detail == BROKEN]
+    back = world.history.events("restarted")
+    if not broken or not back:
+        return []
+    return [
+        Finding(
+            kind="stale-session",
+            text=f"{span(dict.fromkeys(e.actor for e in broken))} used sessions to memory that {span({e.actor for e in back})} had "
+            "before its restart",
+            causes=["a session is kept under host, port and DP rank, which are as before, so nobody dials again"],
+        )
     ]
 
 

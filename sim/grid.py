@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from faults import KINDS, FaultKind
-from faults.params import LEGS
+from faults.params import LEGS, parse_key_fault
 from sim.routers import TOY_PROXY
 from sim.scenario import Scenario, Side, Timers
 from sim.setup import resolve
@@ -39,7 +39,7 @@ def request_count(draft: Mapping[str, Any]) -> int:
 
 
 def key_fault_bodies(key: str, value: Any) -> list[str]:
-    """Everything that may happen to one key: gone, misnamed, or another value of any JSON type."""
+    """Everything that may happen to one key: gone, misnamed, that of another leg, or another value of any JSON type."""
     renamed = key.removeprefix("remote_") if key.startswith("remote_") else f"remote_{key}"
     values: list[Any] = [None, 0, 1, -1, 2, "", "x", True, False, []]
     if isinstance(value, list):
@@ -48,21 +48,26 @@ def key_fault_bodies(key: str, value: Any) -> list[str]:
         values += [value + 1, value * 2, str(value)]
     own = json.dumps(value)
     texts = dict.fromkeys(json.dumps(other) for other in values)
-    return [f"drop:{key}", f"rename:{key}={renamed}", *(f"set:{key}={text}" for text in texts if text != own)]
+    bodies = [f"drop:{key}", f"rename:{key}={renamed}", f"swap:{key}", f"stale:{key}"]
+    return bodies + [f"set:{key}={text}" for text in texts if text != own]
 
 
 def key_faults(world: World) -> Iterator[str]:
     """Every key fault that changes a leg which this world really sent: by leg, by request, and on both legs."""
-    several = len(world.transfers) > 1
-    for leg in LEGS:
-        for request in range(len(world.transfers)):
-            for key, value in world.legs.get((request, leg), {}).items():
-                for body in key_fault_bodies(key, value):
-                    yield f"{body}@{leg}#{request}" if several else f"{body}@{leg}"
-                    if request == 0:
-                        yield body
-                        if several:
-                            yield f"{body}@{leg}"
+    count = len(world.transfers)
+    for leg, other in (LEGS, LEGS[::-1]):
+        for transfer in world.transfers:
+            request = transfer.index
+            sent, meant = world.legs.get((request, leg), {}), world.dispatch(transfer).written(other)
+            previous = world.legs.get((request - 1, leg))
+            for body in (body for key, value in sent.items() for body in key_fault_bodies(key, value)):
+                if not parse_key_fault(body).rewrite(sent, previous if body.startswith("stale:") else meant)[1]:
+                    continue
+                yield from (body, f"{body}@{leg}")
+                if count > 1:
+                    yield f"{body}@{leg}#{request}"
+                if 0 < request < count - 1:
+                    yield f"{body}@{leg}#{request}+"
 
 
 EVENT_FAULT_KINDS = tuple(kind for kind in KINDS.values() if kind.point != "params" and "model" in kind.tiers)
@@ -74,6 +79,9 @@ _SOME: dict[str, tuple[str, ...]] = {
     "dp": ("0", "1"), "at": ("before", "waiting", "after"), "times": ("1", "1000"),
 }  # fmt: skip
 
+# Kinds of which not every parameter goes with every other.
+_DETAILS: dict[str, list[str]] = {"stale-registration": [",tp=1", ",tp=8", ",dp=2", ",port=1", ",tp=1,for=1"]}
+
 
 def event_fault_texts(kind: FaultKind, draft: Mapping[str, Any]) -> list[str]:
     """Every fault of one event kind: each target, some values of what it takes, on all events or on those of one rank."""
@@ -81,7 +89,7 @@ def event_fault_texts(kind: FaultKind, draft: Mapping[str, Any]) -> list[str]:
     ranks = {letter: _rank_names(letter, *sizes) for letter, sizes in zip("PD", _each_side(draft), strict=True)}
     long = str(_long_ms(draft))
     takes = [[f",{name}={long if value == _LONG else value}" for value in _SOME[name]] for name in _SOME if name in kind.params]
-    details = ["".join(values) for values in itertools.product(*takes)]
+    details = _DETAILS.get(kind.name) or ["".join(values) for values in itertools.product(*takes)]
     texts = []
     for target, aims in _targets(kind, mode, ranks, request_count(draft)):
         texts += [f"{kind.name}:{target}{aim}{detail}" for detail in details for aim in aims]

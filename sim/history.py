@@ -63,6 +63,8 @@ KINDS: dict[str, str] = {
     "request_failed": "the request ended with an error",
     "ended": "the request ended with tokens",
     "crashed": "an engine or its step died; detail: the exception",
+    "restarted": "an engine that died is back, with the same ports and new memory",
+    "unreachable": "the router could not send a leg: the engine is down",
 }
 
 

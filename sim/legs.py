@@ -47,15 +47,15 @@ def transfer_id_of(params: Mapping[str, Any], policy: str, request_id: str) -> A
     return params["transfer_id"]
 
 
-def peer_address(params: Mapping[str, Any], policy: str, peer: Endpoint, in_request_id: bool) -> tuple[str, int, int]:
-    """Host, handshake and notify base port of the peer: named in the params, and by most routers in the request id."""
+def peer_address(params: Mapping[str, Any], policy: str, peer: Endpoint, in_id: tuple[int, int] | None) -> tuple[str, int, int]:
+    """Host, handshake and notify base port of the peer: named in the params, and, `in_id`, by most routers in the request id."""
     named = [params.get(key) for key in _ADDRESS_KEYS]
     in_params = None not in named and named[0] != ""
-    if in_params and (policy == "params_first" or not in_request_id):
+    if in_params and (policy == "params_first" or in_id is None):
         return str(named[0]), as_int(named[1]), as_int(named[2])
-    if not in_request_id:
+    if in_id is None:
         raise PeerRefusal("ValueError", "neither the request id nor the params name the peer's address")
-    return peer.host, peer.handshake_port, peer.notify_port
+    return peer.host, *in_id
 
 
 def pods_of(params: Mapping[str, Any], host: str) -> tuple[str, ...]:
@@ -64,11 +64,11 @@ def pods_of(params: Mapping[str, Any], host: str) -> tuple[str, ...]:
     return tuple(str(h) for h in hosts) if isinstance(hosts, list) else (str(hosts),)
 
 
-def read_leg(params: Mapping[str, Any], me: Endpoint, peer: Endpoint, request_id: str, in_request_id: bool = True) -> Leg:
+def read_leg(params: Mapping[str, Any], me: Endpoint, peer: Endpoint, request_id: str, in_id: tuple[int, int] | None) -> Leg:
     """Parse a whole leg as prefill does in WRITE and decode in READ. Raises PeerRefusal where the connector raises."""
     release = me.release
     transfer_id = transfer_id_of(params, release.transfer_id_missing, request_id)
-    host, handshake_port, notify_port = peer_address(params, release.address, peer, in_request_id)
+    host, handshake_port, notify_port = peer_address(params, release.address, peer, in_id)
     for key in ("remote_block_ids", "remote_engine_id"):
         if key not in params:
             raise PeerRefusal("KeyError", repr(key))

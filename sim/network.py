@@ -42,6 +42,10 @@ class Network:
             arrive()
         return True
 
+    def free(self, owner: Any) -> None:
+        """A rank's process ended: its ports are free, and what is sent to them from now on waits for who binds them next."""
+        self._bound = {address: rank for address, rank in self._bound.items() if rank is not owner}
+
     def owner(self, address: Address) -> Any | None:
         """Who bound the port, or None."""
         return self._bound.get(address)

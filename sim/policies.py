@@ -445,6 +445,7 @@ POLICIES: dict[str, dict[str, Policy]] = {
     "read_handshake": {
         "lazy": Policy("handshakes while loading, and goes on without them after the transfer timeout"),
         "eager_vote": Policy("handshakes with every prefill rank first; all ranks vote, without a limit"),
+        "eager_bounded": Policy("as `eager_vote`, but a port that nobody binds within the transfer timeout fails the request"),
     },
     "read_guard": {
         "none": Policy("no check of the KV heads", guard_none),

@@ -47,6 +47,8 @@ class PrefillRank(Rank):
         jobs = [writer.job(transfer, leg) for transfer, leg in batch if leg is not None and self.world.mode == "write"]
         for layer in layers:
             yield clock.timeout(layer_ns)
+            if self.gone:
+                return
             if self.stalls:
                 yield from self._stand_still()
             if self.me.side.collectives:
@@ -59,6 +61,10 @@ class PrefillRank(Rank):
                 yield from self._wait(wait)
                 writer.after_wait(jobs, layer, wait)
         yield from writer.seal(jobs)
+
+    def die(self) -> None:
+        super().die()
+        self.writer.end()
 
     def _wait(self, wait_ns: int) -> Generator[Any, None, None]:
         """The forward stands still in a layer; the executor kills the engine if that makes the step too long."""
@@ -190,8 +196,8 @@ class PrefillEngine:
         if self.world.mode == "read" and self.me.release.prefill_leg_read == "write_only":
             self._transfer_id(transfer, params)
             return None
-        setup = self.world.setup
-        return read_leg(params, self.me, setup.decode, f"P-{transfer.index}", setup.scenario.request_id_addresses)
+        peer = self.world.setup.decode
+        return read_leg(params, self.me, peer, f"P-{transfer.index}", self.world.named_ports(transfer, peer))
 
     def _transfer_id(self, transfer: Transfer, params: dict[str, Any]) -> Any:
         return transfer_id_of(params, self.me.release.transfer_id_missing, f"P-{transfer.index}")
@@ -353,6 +359,14 @@ class PrefillEngine:
             transfer.timer_fired |= kind == "reaped"
             self.world.log(kind, self.name, request=transfer.index)
             self._start()
+
+    def die(self) -> list[int]:
+        """All processes of the engine end. Returns the requests that were in it."""
+        for rank in self.ranks:
+            rank.die()
+        inside = [*self.pool.held, *(waiting.transfer.index for waiting in self._queue), *(early[0].index for early in self._early)]
+        self.pool.held.clear()
+        return inside
 
     def crash(self, error: str, transfer: Transfer | None, where: str = "") -> None:
         """The engine is lost, and with it every request in it."""

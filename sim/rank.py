@@ -58,6 +58,7 @@ class Rank:
         self.name = name
         self.nic = Nic()
         self.deaf = False
+        self.gone = False  # the process is dead, and with it its memory
         self.stalls: list[tuple[int, int]] = []  # (from, until) in ns
 
     def stalled_until(self, now: int) -> int:
@@ -66,6 +67,10 @@ class Rank:
             if start <= now < end:
                 return end
         return now
+
+    def die(self) -> None:
+        """The process ends: it hears and does nothing more. Peers that have a session to it are not told."""
+        self.deaf = self.gone = True
 
     def poison(self, what: str, transfer: Transfer, sender: str) -> None:
         """A message that the notify thread can't handle."""

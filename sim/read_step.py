@@ -27,8 +27,10 @@ class ReadStep:
 
     def run(self, leg: Leg | None, local: list[int]) -> Generator[Any, None, None]:
         """The engine step in which the request runs: handshakes, reads, barrier, forward."""
-        if leg is not None and (local or not self._releases_without_session()):
-            yield from self._handshake(leg)
+        dials = leg is not None and (local or not self._releases_without_session())
+        if leg is not None and dials and not (yield from self._handshake(leg)):
+            self.engine.fail(self.transfer, "a handshake with prefill was not answered within the transfer timeout")
+            return
         landings: dict[int, Landing] = {}
         for rank in self.engine.ranks:
             if leg is None or (self.me.release.read_handshake == "lazy" and not rank.reader.agents):
@@ -62,9 +64,9 @@ class ReadStep:
         """Whether a read of nothing is only a release (0.31+); before it is an empty batch, which needs a session."""
         return self.me.release.read_pairing in ("suffix", "by_position")
 
-    def _handshake(self, leg: Leg) -> Generator[Any, None, None]:
-        """Every rank handshakes with its peers; the eager kind votes, and waits for a port that nobody bound for ever."""
-        clock, eager = self.world.clock, self.me.release.read_handshake == "eager_vote"
+    def _handshake(self, leg: Leg) -> Generator[Any, None, bool]:
+        """Every rank handshakes with its peers; eager kinds vote, and wait for a port that nobody bound. False: in vain."""
+        clock, eager = self.world.clock, self.me.release.read_handshake != "lazy"
         dials, dead = 0, False
         for rank in self.engine.ranks:
             reader, known = rank.reader, len(rank.reader.agents)
@@ -76,15 +78,17 @@ class ReadStep:
                 if not eager:
                     dead = True
                     break
-                yield from self._wait_for_port(rank)
+                if not (yield from self._wait_for_port(rank)):
+                    return False
                 keys = reader.keys(leg)
             dials = max(dials, len(reader.agents) - known)
         wait = self.world.setup.transfer_timeout_ns if dead else dials * self.world.timing.handshake_ns
         if wait:
             yield clock.timeout(wait)
+        return True
 
-    def _wait_for_port(self, rank: DecodeRank) -> Generator[Any, None, None]:
-        """The step stands still until somebody binds the port, or the executor loses patience."""
+    def _wait_for_port(self, rank: DecodeRank) -> Generator[Any, None, bool]:
+        """The step stands still until somebody binds the port, or patience ends: ours (False), or the executor's (it raises)."""
         clock, bound = self.world.clock, self.world.clock.event()
         assert rank.reader.dead is not None
         self.world.log("stalled", rank.name, detail="handshake vote")
@@ -94,12 +98,15 @@ class ReadStep:
 
         self.world.network.when_bound(rank.reader.dead, was_bound)
         limit_s = self.me.side.executor_timeout_s
-        if limit_s is None:
+        if self.me.release.read_handshake == "eager_bounded":
+            yield bound | clock.timeout(self.world.setup.transfer_timeout_ns)
+        elif limit_s is None:
             yield bound
-            return
-        yield bound | clock.timeout(round(limit_s * 1e9))
-        if not bound.triggered:
-            raise PeerRefusal("TimeoutError", f"the executor waited {limit_s:g} s for a step")
+        else:
+            yield bound | clock.timeout(round(limit_s * 1e9))
+            if not bound.triggered:
+                raise PeerRefusal("TimeoutError", f"the executor waited {limit_s:g} s for a step")
+        return bool(bound.triggered)
 
     def _close_read(self, rank: DecodeRank, leg: Leg, sources: list[Source], landing: Landing) -> None:
         """When the read counts as done: note it and release prefill's blocks. A refused read releases as well."""

@@ -178,6 +178,10 @@ class Reader:
     def _post_layer(self, source: Source, copy: Copy, transfer: Transfer, layer: int, done: int) -> tuple[int, str]:
         """Post one batch; when its layer is over, and the error it ends with."""
         clock, fabric = self.world.clock, self.world.fabric
+        if source.rank.gone:
+            broken = self.world.broken_session()
+            self.world.log("transfer_failed", self.name, source.rank.name, transfer.index, layer, broken.error)
+            return max(done, broken.done_at), broken.error
         busy_ns, post_at = fabric.occupancy_ns(copy.size_bytes, "read"), clock.now
         careful = self._faulted or source.entries * self.world.geometry.layers > self._sq_depth
         if careful:
@@ -209,6 +213,8 @@ class Reader:
     def _land_at(self, at: int, source: Source, copy: Copy, transfer: Transfer, layer: int) -> None:
         def landed(_event: Any) -> None:
             # Prefill may have given the blocks away before the NIC read them: what lands is what is there now.
+            if self.rank.gone or source.rank.gone:
+                return
             now = source.again() if transfer.source_reused and source.again else copy
             self.rank.land(layer, now or copy, transfer, source.rank.name, "read")
 

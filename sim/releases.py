@@ -251,6 +251,7 @@ _REFERENCE = msgspec.structs.replace(
     ports="dp_times_tp_plus_tp",
     blocks_ready_gate="none",
     unsupported="request_refused",
+    read_handshake="eager_bounded",
     read_map="gather",
     read_guard="none",
     read_pairing="by_position",

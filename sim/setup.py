@@ -123,10 +123,11 @@ def _faults(scenario: Scenario, requests: tuple[Request, ...], prefill: Endpoint
         place = f"faults[{index}]"
         fault = fault_of(place, given)
         if isinstance(fault, KeyFault):
-            named = list(fault.requests or ())
+            named = [*(fault.requests or ()), *([] if fault.since is None else [fault.since])]
         else:
             named = [fault.request] if fault.request is not None else []
             _check_target(place, fault, ranks, named)
+            _check_former_ports(place, fault, prefill if fault.target == "prefill" else decode)
         for request in named:
             if request >= len(requests):
                 raise InputError(place, f"there is no request {request}", f"use 0 to {len(requests) - 1}")
@@ -145,6 +146,16 @@ def _check_target(place: str, fault: EventFault, ranks: list[str], named: list[i
             raise InputError(place, f"there is no rank {name!r}", _near_rank(name, ranks))
     if ":REQUEST" in syntax:
         named.append(int(fault.target))
+
+
+def _check_former_ports(place: str, fault: EventFault, endpoint: Endpoint) -> None:
+    """Where an instance was registered before there must be ports."""
+    if fault.kind != "stale-registration" or fault.port is None:
+        return
+    low, high = sorted((endpoint.handshake_port, endpoint.notify_port))
+    last = 65536 - endpoint.tp * endpoint.dp - high
+    if not 1 - low <= fault.port <= last:
+        raise InputError(place, f"port={fault.port} leads out of the range of ports", f"use {1 - low} to {last}")
 
 
 def _near_rank(name: str, ranks: list[str]) -> str:

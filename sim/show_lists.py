@@ -129,7 +129,8 @@ def show_faults(kinds: list[FaultKind]) -> None:
         if kind.params:
             out.print(hanging("    takes ", ", ".join(kind.params)))
     for line in (
-        "Key faults: without @LEG on both legs, without #REQUEST on every request.",
+        "Key faults: without @LEG on both legs; #0#2 are requests 0 and 2, #2+ all from 2 on, without # every request.",
+        "swap in READ: decode's leg is made from prefill's answer, so the prefill leg gets what decode would be sent without one.",
         f"MESSAGE is one of {', '.join(MESSAGES)}; RANK is P0, D3, or P1.0 with several DP ranks; REQUEST is a number from 0.",
         "from and to take a rank or a whole side (P, D); n is which matching event is hit, 0 the first.",
         "pattern=fpf hits the first and the third; after and ms are milliseconds of the run, for is how long.",

@@ -181,11 +181,15 @@ def _renumbered(text: Any, gone: range) -> Any:
     changes: dict[str, Any] = {}
     if getattr(fault, "requests", None) is not None:
         changes["requests"] = tuple(n for r in fault.requests if (n := now(r)) is not None)
+    if getattr(fault, "since", None) is not None:
+        changes["since"] = fault.since - len([r for r in gone if r < fault.since])
+        if changes.get("requests") == ():
+            changes["requests"] = None
     if getattr(fault, "request", None) is not None:
         changes["request"] = now(fault.request)
     if getattr(fault, "target", "").isdecimal():
         changes["target"] = "" if (n := now(int(fault.target))) is None else str(n)
-    if any(value in ((), None, "") for value in changes.values()):
+    if changes.get("requests") == () or ("request" in changes and changes["request"] is None) or changes.get("target") == "":
         return None
     return str(msgspec.structs.replace(fault, **changes)) if changes else text
 

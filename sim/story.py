@@ -49,6 +49,8 @@ _TOLD = {
     "request_failed": "{who} failed the request: {detail}",
     "ended": "{who} finished the request",
     "crashed": "{who} died: {detail}",
+    "restarted": "{who} is back, with the same ports and new memory",
+    "unreachable": "{who} could not reach {whom}: it is down",
     "aborted": "{who}: the client went away",
     "preempted": "{who} took the request's blocks",
     "forgotten": "{who} no longer knows {whom}",

@@ -232,11 +232,10 @@ def _draw_keys(rng: Rng, draft: Draft) -> None:
         leg = pick(rng, tuple(legs))
         numbers = [key for key, value in legs[leg].items() if type(value) is int]  # sizes and ranks: half of the faults
         key = pick(rng, numbers if numbers and rng.random() < 0.5 else tuple(legs[leg]))
-        bodies = key_fault_bodies(key, legs[leg][key])
-        kind = pick(rng, ("drop", "drop", "set", "rename"))
+        bodies, count = key_fault_bodies(key, legs[leg][key]), request_count(draft)
+        kind = pick(rng, ("drop", "drop", "set", "rename", "swap", *(["stale"] if count > 1 else [])))
         where = "" if rng.random() < 0.3 else f"@{leg}"
-        count = request_count(draft)
-        only = f"#{pick(rng, range(count))}" if count > 1 and rng.random() < 0.3 else ""
+        only = f"#{pick(rng, range(count))}{pick(rng, ('', '+'))}" if count > 1 and rng.random() < 0.3 else ""
         faults.append(pick(rng, [body for body in bodies if body.startswith(kind)]) + where + only)
     draft["faults"] = [*draft.get("faults", ()), *faults]
 

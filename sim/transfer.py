@@ -67,6 +67,7 @@ class Transfer:
         self.preempted = False
         self.on_finish: Any = None
         self.started_ns = self.posted_ns = self.landed_ns = self.go_ns = -1  # when it left the router, moved, went
+        self.ports_off = {"prefill": 0, "decode": 0}  # how far the ports in its id are from those that are bound
         self.home: object | None = None  # the decode engine that holds its blocks now
         self._decode = decode
         self._geometry = geometry

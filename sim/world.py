@@ -6,9 +6,10 @@ from collections import deque
 from collections.abc import Generator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from faults import EventFault, Injector
+from faults import EventFault, Fault, Injector
 from sim.clock import Clock
 from sim.decode import DecodeEngine
+from sim.dispatch import Dispatch, Params
 from sim.errors import PeerRefusal
 from sim.history import History
 from sim.network import MS, Network
@@ -16,11 +17,15 @@ from sim.policies import map_fan
 from sim.prefill import PrefillEngine
 from sim.setup import Endpoint, Request, Setup
 from sim.transfer import Transfer
-from sim.writer import NEVER
+from sim.writer import BROKEN, NEVER
 
 if TYPE_CHECKING:
     from sim.decode import DecodeRank
     from sim.prefill import PrefillRank
+
+
+_RETRIES_NS = 470_000_000
+"""Seven retries of 4.096 µs × 2^14, the defaults that mori#670 names."""
 
 
 class TransferEffect(NamedTuple):
@@ -126,15 +131,40 @@ class World:
             start = _ns(fault.ms)
             ranks[fault.target][1].stalls.append((start, start + _ns(fault.for_ms)))
             self.clock.after(start, lambda _event, f=fault: None if self._over() else self.injector.note(f))  # type: ignore[misc]
-        for fault in self.injector.planned("crash-rank"):
-            engine, rank = ranks[fault.target]
-            self.clock.after(_ns(fault.ms), lambda _event, e=engine, r=rank, f=fault: self._crash(e, r, f))  # type: ignore[misc]
+        for fault in (*self.injector.planned("crash-rank"), *self.injector.planned("restart-rank")):
+            self.clock.after(_ns(fault.ms), lambda _event, f=fault: self._crash(f))  # type: ignore[misc]
 
-    def _crash(self, engine: PrefillEngine | DecodeEngine, rank: PrefillRank | DecodeRank, fault: EventFault) -> None:
-        if not self._over() and not engine.crashed:
-            self.injector.note(fault)
-            rank.deaf = True
-            engine.crash(f"rank {rank.name} died", None, rank.name)
+    def _crash(self, fault: EventFault) -> None:
+        """A rank's process dies, and its engine with it; for some faults it comes back."""
+        engine, rank = next((engine, rank) for engine in self.engines for rank in engine.ranks if rank.name == fault.target)
+        if self._over() or engine.crashed:
+            return
+        self.injector.note(fault)
+        rank.deaf = True
+        engine.crash(f"rank {rank.name} died", None, rank.name)
+        if fault.kind == "restart-rank":
+            for index in engine.die():
+                if not self.transfers[index].went:
+                    self.transfers[index].bad_end = "crash"
+            for other in engine.ranks:
+                self.network.free(other)
+            self.clock.after(_ns(fault.for_ms), lambda _event: self._restart(engine))
+
+    def _restart(self, before: PrefillEngine | DecodeEngine) -> None:
+        """The engine is back: ports and names as before, and nothing in its memory."""
+        engine: PrefillEngine | DecodeEngine
+        if isinstance(before, PrefillEngine):
+            engine = self.prefills[before.dp] = PrefillEngine(self, before.dp)
+        else:
+            engine = self.decodes[before.dp] = DecodeEngine(self, before.dp)
+        self.log("restarted", engine.name)
+        for rank in engine.ranks:
+            self._bind(engine, rank)
+
+    def broken_session(self) -> TransferEffect:
+        """What becomes of a batch to a process that is gone: nothing lands, and the NIC gives up after its retries."""
+        after_ns = 0 if self.fabric.name == "loopback" else _RETRIES_NS
+        return TransferEffect(None, self.clock.now + after_ns, BROKEN)
 
     def _over(self) -> bool:
         """Whether every request has ended and nobody holds blocks for one: then a rank's fault does nothing more."""
@@ -206,16 +236,16 @@ class World:
 
     def _route(self, transfer: Transfer) -> Generator[Any, None, None]:
         """WRITE: both legs at once. READ: prefill first, then decode with what prefill answered."""
-        request, router = transfer.request, self.setup.router
+        request = transfer.request
         if request.arrival_ns > self.clock.now:
             yield self.clock.timeout(request.arrival_ns - self.clock.now)
         transfer.started_ns = self.clock.now
         if self._forgotten(transfer):
             return
         answer = self.clock.event()
-        values = self._values(transfer)
-        prefill_params = {} if request.plain else router.prefill_leg(self.mode, values)
-        unsent = self._send_leg(transfer, "prefill", prefill_params, answer)
+        dispatch = self.dispatch(transfer)
+        transfer.ports_off = dispatch.ports_off()
+        unsent = self._send_leg(transfer, "prefill", dispatch.prefill_leg(), answer)
         response: dict[str, Any] | None = None
         if self.mode == "read":
             if not unsent:
@@ -224,10 +254,21 @@ class World:
                 transfer.bad_end = transfer.bad_end or ("failed" if unsent else "crash")
                 self._lose(transfer, unsent or "prefill gave no answer")
                 return
-        decode_params = {} if request.plain else router.decode_leg(self.mode, values, response)
-        if unsent := self._send_leg(transfer, "decode", decode_params, None):
+        if unsent := self._send_leg(transfer, "decode", dispatch.decode_leg(response), None):
             transfer.bad_end = transfer.bad_end or "failed"
             self._lose(transfer, unsent)
+
+    def dispatch(self, transfer: Transfer) -> Dispatch:
+        """What writes the legs of a request."""
+        plain, now_ms = transfer.request.plain, self.clock.now / MS
+        return Dispatch(self.setup.router, self.mode, self._values(transfer), self.injector, transfer.index, plain, now_ms)
+
+    def named_ports(self, transfer: Transfer, peer: Endpoint) -> tuple[int, int] | None:
+        """Handshake and notify base port of an instance as the request's id names them; None if ids name none."""
+        if not self.setup.scenario.request_id_addresses:
+            return None
+        off = transfer.ports_off["prefill" if peer is self.setup.prefill else "decode"]
+        return peer.handshake_port + off, peer.notify_port + off
 
     def _lose(self, transfer: Transfer, why: str) -> None:
         """The router answers the client with an error."""
@@ -251,9 +292,9 @@ class World:
             "decode.hosts": list(decode.hosts),
         }
 
-    def _send_leg(self, transfer: Transfer, side: str, params: dict[str, Any], answer: Any) -> str:
-        """Send one leg, through the key faults and the router's own; returns why no engine gets it, if none does."""
-        params, request = self._leave(transfer, side, params), transfer.request
+    def _send_leg(self, transfer: Transfer, side: str, leg: tuple[Params, list[Fault]], answer: Any) -> str:
+        """Send one leg, which key faults have changed, through the router's own; returns why no engine gets it, if none does."""
+        params, request = self._leave(transfer, side, *leg), transfer.request
         rejected = side == "decode" and request.rejected
         dp, delay = (request.prefill_dp if side == "prefill" else request.decode_dp), 0
         for fault in self.injector.acting("router", side, request=transfer.index, now_ms=self.clock.now / MS):
@@ -267,6 +308,9 @@ class World:
                 rejected = False
         if rejected:
             return f"decode has no DP rank {request.prefill_dp}, which the router asks for, and rejects the request"
+        if any(rank.gone for rank in (self.prefills if side == "prefill" else self.decodes)[dp].ranks):
+            self.log("unreachable", "router", side, transfer.index)
+            return f"{side} is down"
         if side == "prefill":
             engine = self.prefills[dp]
             self.clock.after(self.timing.message_ns + delay, lambda _event: engine.submit(transfer, params, answer))
@@ -287,14 +331,13 @@ class World:
                 return True
         return False
 
-    def _leave(self, transfer: Transfer, leg: str, params: dict[str, Any]) -> dict[str, Any]:
-        """A leg's dictionary leaves the router: the point at which key faults act."""
-        after, fired = self.injector.params(params, leg, transfer.index)
+    def _leave(self, transfer: Transfer, leg: str, params: Params, fired: list[Fault]) -> Params:
+        """A leg's dictionary leaves the router."""
         for fault in fired:
             self.log("fault_fired", "router", leg, transfer.index, detail=str(fault))
-        self.legs[transfer.index, leg] = after
-        self.log("leg_sent", "router", leg, transfer.index, detail=str(after))
-        return after
+        self.legs[transfer.index, leg] = params
+        self.log("leg_sent", "router", leg, transfer.index, detail=str(params))
+        return params
 
     # -- refusing (only `reference` does) ---------------------------------------------------------------------
 

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from sim.prefill import PrefillRank
 
 NEVER = 1 << 62
+BROKEN = "transport retry counter exceeded"
+"""The error of a batch to a process that is no longer there."""
 AgentKey = tuple[int, int | None]
 
 
@@ -77,6 +79,7 @@ class Job:
         self.last_land = 0
         self.error = ""
         self.waiting = False
+        self.in_forward = False  # the forward waits for its end, and has it when it is bad
 
 
 class Writer:
@@ -163,8 +166,9 @@ class Writer:
                 continue
             wait = min(job.last_land + 1 - clock.now, self.world.setup.transfer_timeout_ns)
             if job.in_flight and not job.error and wait > 0:
-                job.waiting = True
+                job.waiting = job.in_forward = True
                 yield clock.timeout(wait)
+                job.in_forward = False
             self._end_in_forward(job)
 
     def _end_in_forward(self, job: Job) -> None:
@@ -238,6 +242,8 @@ class Writer:
 
         def answered(position: int) -> None:
             """One handshake is done; after the last one the request is ready, in the same instant."""
+            if self.rank.gone:
+                return
             if position < len(reached):
                 key, rank, port = reached[position]
                 if key not in peer.agents:
@@ -257,6 +263,8 @@ class Writer:
 
     def _redial(self, job: Job) -> None:
         """The port for which the handshake thread waited was bound after all."""
+        if self.rank.gone:
+            return
         self.dial_free_at = self.world.clock.now
         self._dial(job)
 
@@ -292,6 +300,7 @@ class Writer:
             if self.me.release.blocks_ready_again == "ignored":
                 return
             self.world.log("blocks_ready_again", self.name, request=transfer.index)
+        job.transfer.own_blocks_only &= transfer is job.transfer  # two requests under one id: these are another's blocks
         job.blocks, job.decode_dp, job.writes_done, job.wires = blocks, decode_dp, 0, None
         deferred, job.deferred = job.deferred, []
         for layer in deferred:
@@ -321,7 +330,7 @@ class Writer:
                 return
             if wire.copy is None:
                 self._fail(job, layer, "length out of range")
-            elif self._faulted or wire.entries * self._layers > self._sq_depth:
+            elif self._faulted or wire.rank.gone or wire.entries * self._layers > self._sq_depth:
                 self._post_carefully(job, wire, layer)
             else:
                 land = self._nic.occupy(wire.rank.nic, now, wire.busy_ns) + wire.tail_ns
@@ -361,7 +370,10 @@ class Writer:
             return
         land = self._nic.occupy(rank.nic, room_at, wire.busy_ns) + wire.tail_ns
         self._nic.queued(land, wire.entries)
-        effect = self.world.transfer_effect("write", self.name, rank.name, job.transfer.index, layer, land)
+        if rank.gone:
+            effect = self.world.broken_session()
+        else:
+            effect = self.world.transfer_effect("write", self.name, rank.name, job.transfer.index, layer, land)
         if effect.refused:
             self._fail(job, layer, effect.refused)
             return
@@ -381,12 +393,21 @@ class Writer:
         if job.sealed is not None:
             self._finalize(job)
 
+    def end(self) -> None:
+        """The process died: no transfer goes on."""
+        for job in self.jobs.values():
+            job.closed = True
+
     def _fail(self, job: Job, layer: int, error: str) -> None:
         job.error = error
+        if self.rank.gone:
+            return
         self.world.log("transfer_failed", self.name, request=job.transfer.index, layer=layer, detail=error)
 
     def _land(self, job: Job, rank: DecodeRank, copy: Copy, layer: int) -> None:
         """The NIC read prefill's blocks and wrote decode's: what lands is what prefill's blocks hold at that moment."""
+        if self.rank.gone or rank.gone:
+            return
         if job.transfer.source_reused:
             copy = self._read_again(job, rank, copy)
         rank.land(layer, copy, job.transfer, self.name, "wrote")
@@ -394,6 +415,8 @@ class Writer:
     def _landed(self, job: Job, rank: DecodeRank, copy: Copy, layer: int, _event: Any) -> None:
         self._land(job, rank, copy, layer)
         job.in_flight -= 1
+        if rank.gone:
+            self._fail(job, layer, BROKEN)
         if job.sealed is not None:
             self._finalize(job)
 
@@ -463,6 +486,8 @@ class Writer:
                 self.thread_free_at = max(self.thread_free_at, until)
                 if job.last_land > until:
                     clock.after(timeout_ns, lambda _event: self._give_up(job))
+            return
+        if job.error and job.in_forward:
             return
         if job.error:
             self._close_failed(job)

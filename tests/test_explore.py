@@ -184,16 +184,18 @@ def test_grid_runs_every_key_of_every_leg() -> None:
             assert f"{body}@{leg}" in faults
     assert "drop:remote_tp_size" in faults
     assert not any("#" in fault for fault in faults), "one request needs no number"
-    keys = [fault for fault in faults if fault.startswith(("drop:", "set:", "rename:"))]
+    keys = [fault for fault in faults if fault.startswith(("drop:", "set:", "rename:", "swap:", "stale:"))]
     summary = explore(grid_jobs(draft, [(2, 2)], ["write"]))
     assert summary.runs == len(faults) + 1
     assert summary.outcomes.get("vacuous", 0) <= len(faults) - len(keys), "a key fault of the grid always fires"
 
 
 def test_grid_tells_requests_apart() -> None:
-    faults = faults_of({"release": "0.27.0", "model": MLA, "requests": 2})
-    drop = "drop:transfer_id"
-    assert {drop, f"{drop}@prefill", f"{drop}@prefill#0", f"{drop}@decode#1"} <= set(faults)
+    faults = set(faults_of({"release": "0.27.0", "model": MLA, "requests": 3}))
+    drop, stale = "drop:transfer_id", "stale:transfer_id"
+    assert {drop, f"{drop}@prefill", f"{drop}@prefill#0", f"{drop}@decode#1", f"{drop}@decode#1+"} <= faults
+    assert {stale, f"{stale}@decode", f"{stale}@decode#1", "swap:do_remote_decode@prefill#2"} <= faults
+    assert not {f"{stale}@decode#0", "swap:transfer_id", "stale:remote_tp_size"} & faults, "these would change nothing"
 
 
 # -- the commands ------------------------------------------------------------------------------------------------

@@ -38,6 +38,7 @@ MUST: dict[str, set[str]] = {
     "slow-nic": {"ok", "refused", "recomputed"},
     "partition": IN_BOUNDED_TIME,
     "latency-spike": IN_BOUNDED_TIME,
+    "restart-rank": IN_BOUNDED_TIME | {"crash"},  # the requests that were in the engine are lost; those after must not hang
     "stall-rank": IN_BOUNDED_TIME,
     "late-rank": IN_BOUNDED_TIME,
     "abort": IN_BOUNDED_TIME,
@@ -46,6 +47,7 @@ MUST: dict[str, set[str]] = {
     "delay-step": IN_BOUNDED_TIME,
     "fail-leg": IN_BOUNDED_TIME,
     "delay-leg": IN_BOUNDED_TIME,
+    "stale-registration": IN_BOUNDED_TIME,
 }
 NOBODY_SURVIVES = {"crash-rank", "early-completion", "wrong-dp", "stop-heartbeat"}
 # An executor that kills a stalled engine after a second is not survived either, so engines keep their 300 s.
