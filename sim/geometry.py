@@ -1,10 +1,16 @@
-"""The KV cache of one model: which cells exist, which rank holds which head, how a block lies in memory."""
+"""The KV cache of one model: which cells exist, which rank holds which head, how a cache lies in memory."""
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from sim.errors import PeerRefusal
+
+Units = NDArray[np.int64]
 
 
 class Geometry(msgspec.Struct, frozen=True, kw_only=True):
@@ -18,17 +24,11 @@ class Geometry(msgspec.Struct, frozen=True, kw_only=True):
     kv_heads: int
     head_dim: int
     mla: bool = False
-    element_bytes: int = 2
 
     @property
     def planes(self) -> int:
         """K and V are two planes; an MLA latent is one."""
         return 1 if self.mla else 2
-
-    @property
-    def head_bytes(self) -> int:
-        """Bytes of one head (or latent) of one token in one plane."""
-        return self.head_dim * self.element_bytes
 
     def heads_of(self, rank: int, tp: int) -> range:
         """Global heads that TP rank `rank` of `tp` holds (vLLM's sharding; replicated when tp > heads).
@@ -52,11 +52,26 @@ class Geometry(msgspec.Struct, frozen=True, kw_only=True):
         return 1 if self.mla else max(1, self.kv_heads // tp)
 
 
-class CacheShape(msgspec.Struct, frozen=True, kw_only=True):
-    """One rank's cache of one layer: `[planes, num_blocks, block_size, heads, head]`, the split token-major layout.
+# The axes of a contiguous cache from the slowest to the fastest: plane, block, token, head. A head's elements come last.
+AXES = {
+    ("split", "NHD"): "pbth",
+    ("split", "HND"): "pbht",
+    ("interleaved", "NHD"): "bpth",
+    ("interleaved", "HND"): "bpht",
+    ("packed", "HND"): "bhtp",
+    ("standard", "HND"): "bhtp",
+    ("latent", "NHD"): "bt",
+}
 
-    Two ways to address it: a *cell* is one (plane, block, head), a *unit* one (plane, block, token, head), which is
-    `head_bytes` bytes. Blocks that a peer addresses with other strides than ours fall on units, not on cells.
+
+class CacheShape(msgspec.Struct, frozen=True, kw_only=True, dict=True):
+    """One rank's cache of one layer: what it holds, and how that lies in memory.
+
+    A *cell* is one (plane, block, head), a *unit* one (plane, block, token, head), which is `head_bytes` bytes. Units are
+    numbered in the order `[plane, block, token, head]` whatever the memory's order is; `memory` has the latter. Blocks that
+    a peer addresses with other strides than ours fall on units, not on cells.
+
+    `layout` and `order` are named in `sim.scenario.Side`.
     """
 
     planes: int
@@ -64,6 +79,9 @@ class CacheShape(msgspec.Struct, frozen=True, kw_only=True):
     block_size: int
     heads: int
     head_bytes: int
+    layout: str = "split"
+    order: str = "NHD"
+    kv_dtype: str = "bf16"
 
     @property
     def cells(self) -> int:
@@ -71,14 +89,84 @@ class CacheShape(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def block_units(self) -> int:
-        """Units of one block of one plane: what the connector calls block length, in head_bytes."""
+        """Units of one block of one plane."""
         return self.block_size * self.heads
 
     @property
     def units(self) -> int:
         return self.planes * self.num_blocks * self.block_units
 
+    @cached_property
+    def memory(self) -> str:
+        """The axes in memory, slowest first, without those of length 1 (blocks always count)."""
+        sizes = self._sizes
+        return "".join(axis for axis in AXES[self.layout, self.order] if axis == "b" or sizes[axis] > 1)
+
+    @cached_property
+    def taken_for(self) -> CacheShape:
+        """The shape that the connector takes this for: it goes by the lengths of the axes.
+
+        Two blocks interleaved look like two planes split, and as many heads as tokens look token-major (0.24+).
+        """
+        layout = "split" if self.layout == "interleaved" and self.num_blocks == 2 else self.layout
+        order = "NHD" if self.layout in ("split", "interleaved") and self.heads == self.block_size else self.order
+        return msgspec.structs.replace(self, layout=layout, order=order)
+
+    @cached_property
+    def strides(self) -> dict[str, int]:
+        """Units from one plane, block, token or head to the next."""
+        strides, step = dict.fromkeys("pbth", 0), 1
+        for axis in reversed(AXES[self.layout, self.order]):
+            strides[axis] = step
+            step *= self._sizes[axis]
+        return strides
+
+    @cached_property
+    def advertised(self) -> tuple[int, ...]:
+        """What 0.33 tells its peers of a K/V cache, in bytes: whole blocks are copied only between equal ones."""
+        taken = self.taken_for
+        strides = [taken.strides[axis] * self.head_bytes for axis in ("b", "h", "t", "p")]
+        return self.heads, self.block_size, taken.content_bytes, *strides
+
     @property
-    def block_bytes(self) -> int:
-        """Bytes of one block over all planes."""
-        return self.planes * self.block_units * self.head_bytes
+    def packed(self) -> bool:
+        """Whether K and V of a (token, head) lie together."""
+        return self.memory.endswith("p")
+
+    @property
+    def content_bytes(self) -> int:
+        """Bytes of a (token, head) that lie together: of K and V, or of one of them."""
+        return self.head_bytes * (self.planes if self.packed else 1)
+
+    @cached_property
+    def _sizes(self) -> dict[str, int]:
+        return {"p": self.planes, "b": self.num_blocks, "t": self.block_size, "h": self.heads}
+
+    def same_blocks(self, other: CacheShape) -> bool:
+        """Whether a block of one is a block of the other, byte for byte; pools may differ in size."""
+        return (
+            self.memory == other.memory
+            and (self.block_size, self.heads, self.head_bytes) == (other.block_size, other.heads, other.head_bytes)
+            and self.kv_dtype == other.kv_dtype
+        )
+
+    def unit_at(self, place: Units) -> Units:
+        """The unit that lies at each place of the memory, both counted in units."""
+        axes = AXES[self.layout, self.order]
+        if axes == "pbth":
+            return place
+        sizes = self._sizes
+        at = dict.fromkeys("pbth", np.zeros_like(place))
+        at |= dict(zip(axes, np.unravel_index(place, [sizes[axis] for axis in axes]), strict=True))
+        unit: Units = ((at["p"] * self.num_blocks + at["b"]) * self.block_size + at["t"]) * self.heads + at["h"]
+        return unit
+
+
+def check_slices(mine: CacheShape, theirs: CacheShape) -> None:
+    """Heads can only be moved one by one between caches of equal blocks and contents (0.33.0)."""
+    for what, here, there in (
+        ("tokens a block", mine.block_size, theirs.block_size),
+        ("bytes a head", mine.content_bytes, theirs.content_bytes),
+    ):
+        if here != there:
+            raise PeerRefusal("ValueError", f"{here} {what} here, {there} at the peer")

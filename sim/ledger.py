@@ -6,14 +6,15 @@ codes. A *copy* is a batch that landed; what a layer holds is the sequence of co
 the same sequence hold the same. So landing a batch costs the same for any number of blocks, and cells are only looked
 at when somebody asks.
 
-Copies between caches of unequal block length fall on units (single tokens of a head) and not on cells; then the same
-memory is looked at unit by unit.
+Copies between caches that lie differently in memory fall on units (single tokens of a head) and not on cells; then the
+same memory is looked at unit by unit. Where in memory a unit lies is the caches' affair (`sim.geometry`): here units are
+numbered alike for all.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Sequence
 
 import msgspec
 import numpy as np
@@ -23,6 +24,7 @@ from sim.geometry import CacheShape, Geometry
 
 Codes = NDArray[np.int64]
 EMPTY = 0
+FOREIGN = -1
 
 
 class Copy(msgspec.Struct, frozen=True, eq=False):
@@ -73,47 +75,52 @@ def cell_copy(
         for k in range(count):
             where.append(cell_index(shape, plane, blocks, slot + k))
             codes.append(code_of(geometry, contents, plane, first_head + k))
-    size = len(blocks) * geometry.planes * count * shape.block_size * geometry.head_bytes
+    size = len(blocks) * geometry.planes * count * shape.block_size * shape.head_bytes
     return Copy(np.concatenate(where), np.concatenate(codes), False, size)
 
 
-class Bytes(msgspec.Struct, frozen=True, eq=False):
-    """One side of a byte-addressed batch: the cache, and, for the side that is read, what its blocks contain."""
+class SourceCache(msgspec.Struct, frozen=True, eq=False):
+    """The cache of one prefill rank: what its blocks contain, and its first global head."""
 
     shape: CacheShape
     contents: Codes
     first_head: int
 
-    def unit_codes(self, geometry: Geometry, units: Codes) -> Codes:
-        """Codes of what lies at these units, one a (token, head)."""
+    def unit_codes(self, geometry: Geometry, units: Codes, block_size: int) -> Codes:
+        """Codes of what lies at these units, one a (token, head), in a cache of `block_size` tokens a block."""
         cell_token, slot = np.divmod(units, self.shape.heads)
         plane_block, token = np.divmod(cell_token, self.shape.block_size)
         plane, block = np.divmod(plane_block, self.shape.num_blocks)
         contents = self.contents[block]
+        filled = contents > 0
+        if block_size != self.shape.block_size:  # contents number the blocks of one row of tokens, on either side
+            contents, token = np.divmod((contents - 1) * self.shape.block_size + token, block_size)
+            contents += 1
         cells = (contents * geometry.planes + plane) * geometry.kv_heads + self.first_head + slot + 1
-        codes: Codes = (cells * self.shape.block_size + token) * (contents > 0)
+        codes: Codes = (cells * block_size + token) * filled
         return codes
 
 
-def raw_copy(geometry: Geometry, local: Bytes, remote: Bytes, pairs: Sequence[tuple[int, int]], into_remote: bool) -> Copy | None:
-    """A batch addressed with the local block length on both sides; `pairs` are (local block, remote block).
+def raw_copy(geometry: Geometry, source: SourceCache, target: CacheShape, read: Codes, written: Codes, length: int) -> Copy | None:
+    """Runs of `length` bytes: from the source's bytes at `read` to the target's at `written`, both from the region's start.
 
-    The V plane of the remote side is taken to lie at local block length × remote number of blocks. Returns None when an
-    entry runs past the remote registered memory: MoRI then refuses the whole batch ("length out of range").
+    Returns None when a run passes the end of a region: MoRI then refuses the whole batch ("length out of range"). What was
+    written as one dtype and is read as another is `FOREIGN`.
     """
-    length = local.shape.block_units
-    source, where, codes = (local if into_remote else remote), [], []
-    for local_block, remote_block in pairs:
-        for plane in range(geometry.planes):
-            local_units = (plane * local.shape.num_blocks + local_block) * length + np.arange(length)
-            remote_units = (plane * remote.shape.num_blocks + remote_block) * length + np.arange(length)
-            if int(remote_units[-1]) >= remote.shape.units:
-                return None
-            from_units, to_units = (local_units, remote_units) if into_remote else (remote_units, local_units)
-            where.append(to_units)
-            codes.append(source.unit_codes(geometry, from_units))
-    joined = np.concatenate(where)
-    return Copy(joined, np.concatenate(codes), True, len(joined) * geometry.head_bytes)
+    mine = source.shape
+    regions = ((read, mine), (written, target))
+    if any(int(starts.max()) + length > shape.units * shape.head_bytes for starts, shape in regions):
+        return None
+    grain = math.gcd(mine.head_bytes, target.head_bytes)
+    size, steps = len(read) * length, np.arange(0, length, grain)
+    read, written = ((starts[:, None] + steps).ravel() for starts in (read, written))
+    where = target.unit_at(written // target.head_bytes)
+    codes = source.unit_codes(geometry, mine.unit_at(read // mine.head_bytes), target.block_size)
+    if mine.kv_dtype != target.kv_dtype:
+        codes = np.where(codes == EMPTY, EMPTY, FOREIGN)
+        order = np.argsort(codes == FOREIGN, kind="stable")  # a unit with a part that is foreign is foreign
+        where, codes = where[order], codes[order]
+    return Copy(where, codes, True, size)
 
 
 class Need(msgspec.Struct, frozen=True, eq=False):

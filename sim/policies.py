@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from sim.errors import PeerRefusal
-from sim.geometry import CacheShape, Geometry
+from sim.geometry import CacheShape, Geometry, check_slices
 
 Params = Mapping[str, Any]
 MOST_RANKS = 65536  # as there are ports
@@ -232,11 +232,11 @@ def acks_fan_in(own: int, consumer: int) -> int:
 # -- guards and pairing ------------------------------------------------------------------------------------------
 
 
-def guard_none(own: int, peer: int, mine: CacheShape, theirs: CacheShape, geometry: Geometry) -> None:
+def guard_none(own: int, peer: int, mine: CacheShape, advertised: CacheShape | None, geometry: Geometry) -> None:
     return None
 
 
-def guard_replicated(own: int, peer: int, mine: CacheShape, theirs: CacheShape, geometry: Geometry) -> None:
+def guard_replicated(own: int, peer: int, mine: CacheShape, advertised: CacheShape | None, geometry: Geometry) -> None:
     """Unequal TP only when every rank of both sides holds one replicated head, or the latent (vllm#46332)."""
     if own <= 0 or peer <= 0:
         raise PeerRefusal("ValueError", f"TP sizes must be positive, not {own} and {peer}")
@@ -247,15 +247,34 @@ def guard_replicated(own: int, peer: int, mine: CacheShape, theirs: CacheShape, 
     )
 
 
-def guard_layouts(own: int, peer: int, mine: CacheShape, theirs: CacheShape, geometry: Geometry) -> None:
+def guard_layouts(own: int, peer: int, mine: CacheShape, advertised: CacheShape | None, geometry: Geometry) -> None:
     """First the layouts that both sides advertised, then, if they are equal, `guard_replicated` (0.33.0).
 
-    A layout names the start of the V plane and so the pool size: with unequal pools only heads a rank are compared.
+    The layout of a split cache names the start of its V plane and so the pool size: with unequal pools only what head
+    slices need is compared. A peer of an older release advertises none.
     """
-    if not geometry.mla and mine.heads != theirs.heads:
-        raise PeerRefusal("MoRIIOError", f"{mine.heads} heads a rank here, {theirs.heads} at the peer")
-    if geometry.mla or mine.num_blocks == theirs.num_blocks:
-        guard_replicated(own, peer, mine, theirs, geometry)
+    if advertised is None or mine.advertised == advertised.advertised:
+        guard_replicated(own, peer, mine, advertised, geometry)
+        return
+    if mine.heads != advertised.heads:
+        raise PeerRefusal("MoRIIOError", f"{mine.heads} heads a rank here, {advertised.heads} at the peer")
+    check_slices(mine, advertised)
+
+
+def layouts_split_interleaved(layout: str, mla: bool) -> bool:
+    return layout in ("latent", "split", "interleaved")
+
+
+def layouts_and_packed(layout: str, mla: bool) -> bool:
+    return layouts_split_interleaved(layout, mla) or not mla
+
+
+def layouts_standard(layout: str, mla: bool) -> bool:
+    return layout != "latent"
+
+
+def layouts_any(layout: str, mla: bool) -> bool:
+    return True
 
 
 def pair_equal(local: list[int], remote: list[int]) -> list[tuple[int, int]]:
@@ -340,6 +359,16 @@ POLICIES: dict[str, dict[str, Policy]] = {
     "write_plan": {
         "local_strides": Policy("whole blocks, with our own block length also at the peer"),
         "head_slices": Policy("head by head, with the layout that the peer advertised (0.33.0)"),
+    },
+    "cache_layouts": {
+        "split_interleaved": Policy("takes K/V split or interleaved, and latents without a head axis", layouts_split_interleaved),
+        "and_packed": Policy("as before, and K/V packed into one content (0.26+)", layouts_and_packed),
+        "standard": Policy("takes K/V as before, and latents only with a head axis, [B, H, N, C] (0.29+)", layouts_standard),
+        "any": Policy("takes a cache in whatever order its axes are", layouts_any),
+    },
+    "block_bounds": {
+        "region": Policy("a block id is good as long as its bytes lie in the registered memory"),
+        "pool": Policy("a block id beyond the pool is refused (0.31+)"),
     },
     "write_pairing": {
         "equal": Policy("block lists of equal length only", pair_equal),

@@ -285,8 +285,8 @@ class PrefillEngine:
         transfer = waiting.transfer
         assert transfer.prefill_blocks is not None
         done = waiting.computed >= transfer.request.prompt_tokens
-        full = transfer.request.blocks if done else waiting.computed // self.me.shape.block_size
-        self.contents[transfer.prefill_blocks[:full]] = transfer.contents[:full]
+        full = transfer.request.prefill_size if done else waiting.computed // self.me.shape.block_size
+        self.contents[transfer.prefill_blocks[:full]] = transfer.prefill_contents[:full]
 
     def _guarded(self, rank: PrefillRank, chunk: list[tuple[Transfer, Leg | None]]) -> Generator[Any, None, None]:
         try:

@@ -71,16 +71,11 @@ PRESETS: dict[str, Preset] = {
 }
 
 
-def resolve_model(text: str, dtype: str) -> Geometry:
+def resolve_model(text: str) -> Geometry:
     """Geometry of `PRESET`, `layers=2,kv_heads=8,head_dim=8`, `layers=2,mla=64+16` or the path of a `config.json`.
 
     Raises InputError naming the nearest preset or the missing field.
     """
-    geometry = _resolve(text)
-    return msgspec.structs.replace(geometry, element_bytes=DTYPE_BYTES[dtype])
-
-
-def _resolve(text: str) -> Geometry:
     if preset := PRESETS.get(text.lower()):
         return preset.geometry
     if "=" in text:

@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from sim.batch import Batch, Slice, head_slices, whole_blocks
 from sim.errors import PeerRefusal
-from sim.ledger import Bytes, Copy, cell_copy, raw_copy
+from sim.ledger import Copy, SourceCache
 from sim.legs import Leg
 from sim.policies import MOST_RANKS, Target, as_int
 from sim.transfer import Transfer
-from sim.writer import NEVER, AgentKey, runs
+from sim.writer import NEVER, AgentKey
 
 if TYPE_CHECKING:
     from sim.decode import DecodeRank
@@ -115,27 +116,28 @@ class Reader:
             if rank is None:
                 raise PeerRefusal("KeyError", f"no session to prefill DP rank {dp}")
             guard_size = release.call("unknown_tp_guard")(leg.peer_tp, me.tp)
-            release.call("read_guard")(me.tp, guard_size, me.shape, rank.me.shape, geometry)
+            release.call("read_guard")(me.tp, guard_size, me.shape, rank.me.advertised_shape, geometry)
             skipped = transfer.request.decode_hit_blocks if transfer.request.suffix_only else 0
             batch = partial(self._batch, target, rank, leg, list(local), skipped)
-            copy, entries = batch() if len(local) else (None, 0)
+            copy, entries = batch() if len(local) else Batch(None, 0)
             sources.append(Source(target.tp_rank, rank, copy, entries, lambda batch=batch: batch()[0]))  # type: ignore[misc]
         return sources
 
-    def _batch(self, target: Target, rank: PrefillRank, leg: Leg, local_blocks: list[int], skipped: int) -> tuple[Copy | None, int]:
-        geometry, mine, theirs, contents = self.world.geometry, self.me.shape, rank.me.shape, rank.engine.contents
+    def _batch(self, target: Target, rank: PrefillRank, leg: Leg, local_blocks: list[int], skipped: int) -> Batch:
+        geometry, mine, theirs, release = self.world.geometry, self.me.shape, rank.me.shape, self.me.release
         remote_blocks = self._remote_blocks(leg, len(local_blocks))
-        pairs = self.me.release.call("read_pairing")(local_blocks, remote_blocks, skipped)
+        pairs = release.call("read_pairing")(local_blocks, remote_blocks, skipped)
         if not pairs:
-            return None, 0
+            return Batch(None, 0)
         local, remote = (np.array(side, dtype=np.int64) for side in zip(*pairs, strict=True))
         self._check_bounds(local, remote, mine.num_blocks, theirs.num_blocks)
-        entries = geometry.planes * runs(local, remote)
-        if mine.heads != theirs.heads and self.me.release.read_map != "gather":
-            here, there = Bytes(mine, contents, 0), Bytes(theirs, contents, rank.first_head)
-            return raw_copy(geometry, here, there, pairs, into_remote=False), entries
-        first = rank.first_head + target.remote
-        return cell_copy(geometry, mine, contents[remote], local, first, target.local, target.count), entries
+        source = SourceCache(theirs, rank.engine.contents, rank.first_head)
+        sliced = release.read_map == "gather"
+        if release.read_guard == "layouts" and (advertised := rank.me.advertised_shape) is not None:
+            sliced = mine.advertised != advertised.advertised
+        if sliced:
+            return head_slices(geometry, source, mine, remote, local, Slice(target.remote, target.local, target.count))
+        return whole_blocks(geometry, source, mine, remote, local, by_reader=True)
 
     def _remote_blocks(self, leg: Leg, local: int) -> list[int]:
         """The block ids in the leg, as this release reads them; one that expects another shape dies over it."""
@@ -152,10 +154,12 @@ class Reader:
             raise PeerRefusal("TypeError", f"remote_block_ids {given!r:.40} holds no block ids")
         return list(blocks)
 
-    @staticmethod
-    def _check_bounds(local: Any, remote: Any, mine: int, theirs: int) -> None:
-        """A block id beyond a pool is beyond the registered memory."""
-        if len(local) and (int(local.max()) >= mine or int(remote.max()) >= theirs):
+    def _check_bounds(self, local: Any, remote: Any, mine: int, theirs: int) -> None:
+        """A block id beyond a pool: some releases look, all pass over what MoRI takes for an address."""
+        lowest, highest = min(int(local.min()), int(remote.min())), max(int(local.max()) - mine, int(remote.max()) - theirs)
+        if lowest < 0:  # no offset is negative
+            raise PeerRefusal("TypeError" if self.me.release.block_bounds == "region" else "ValueError", f"block {lowest}")
+        if highest >= 0 and self.me.release.block_bounds == "pool":
             raise PeerRefusal("ValueError", f"block {max(int(local.max()), int(remote.max()))} is out of range")
 
     def post(self, sources: list[Source], transfer: Transfer) -> Landing:

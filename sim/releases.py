@@ -48,6 +48,8 @@ class ConnectorRelease(msgspec.Struct, frozen=True, kw_only=True):
     read_dp: str
     read_handshake: str
     read_guard: str
+    cache_layouts: str
+    block_bounds: str
     read_pairing: str
     read_barrier: str
     read_done: str
@@ -135,6 +137,8 @@ _0_24 = ConnectorRelease(
     read_dp="zero",
     read_handshake="lazy",
     read_guard="none",
+    cache_layouts="split_interleaved",
+    block_bounds="region",
     read_pairing="exact",
     read_barrier="none",
     read_done="last_layer",
@@ -169,6 +173,7 @@ _0_26 = msgspec.structs.replace(
     name="0.26.0",
     date="2026-07-25",
     write_pairing="head",
+    cache_layouts="and_packed",
     read_pairing="remote_tail_as_local",
     sq_retry="read",
     external_zero="empty_list",
@@ -201,13 +206,14 @@ _0_28 = msgspec.structs.replace(
     plain_chunks="skipped",
     pod_routing="worker",
 )
-_0_29 = msgspec.structs.replace(_0_28, name="0.29.0", date="2026-09-09")
+_0_29 = msgspec.structs.replace(_0_28, name="0.29.0", date="2026-09-09", cache_layouts="standard")
 _0_30 = msgspec.structs.replace(_0_29, name="0.30.0", date="2026-09-22", read_pairing="head", block_ids="groups")
 _0_31 = msgspec.structs.replace(
     _0_30,
     name="0.31.0",
     date="2026-10-20",
     read_pairing="suffix",
+    block_bounds="pool",
     prefill_leg_read="write_only",
     read_failure="load_errors",
     read_barrier="per_layer_or_step",
@@ -254,6 +260,7 @@ _REFERENCE = msgspec.structs.replace(
     read_handshake="eager_bounded",
     read_map="gather",
     read_guard="none",
+    cache_layouts="any",
     read_pairing="by_position",
     read_barrier="step_or_fail",
     block_ids="either",

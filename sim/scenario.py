@@ -27,6 +27,9 @@ from sim.releases import NEWEST
 from sim.routers import TOY_PROXY
 
 Mode = Literal["write", "read"]
+KvDtype = Literal["fp8", "bf16", "fp16", "fp32"]
+Layout = Literal["split", "interleaved", "packed", "standard", "latent"]
+BlockSize = Annotated[int, Meta(ge=1, le=1024)]
 Size = Annotated[int, Meta(ge=1, le=256)]
 Port = Annotated[int, Meta(ge=1, le=65535)]
 Blocks = Annotated[int, Meta(ge=1, le=1 << 20)]
@@ -46,6 +49,11 @@ class Side(_Strict, frozen=True):
     `pods` hosts share the DP ranks evenly. `max_tokens_per_step` splits prompts into chunks (prefill). `lookahead_tokens`
     are allocated beyond the prompt (speculative decoding). With `collectives` a TP rank that stalls in a layer stalls the
     others; the executor kills an engine whose step takes longer than `executor_timeout_s`.
+
+    `layout` says how a layer's cache lies in memory: K and V `split` `[2, blocks, …]` (the default) or `interleaved`
+    `[blocks, 2, …]`, both token-major (`order` NHD, the default) or head-major (HND); `packed` `[blocks, heads, tokens, K
+    and V]`; `standard` `[B, H, N, C]`, which is that for K/V and `[blocks, 1, tokens, latent]` for MLA; `latent`
+    `[blocks, tokens, latent]`. `block_size` and `kv_dtype` are the scenario's unless said.
     """
 
     tp: Size = 1
@@ -61,6 +69,10 @@ class Side(_Strict, frozen=True):
     collectives: bool = False
     executor_timeout_s: Seconds | None = 300.0
     load_failure: Literal["fail", "recompute"] = "fail"
+    layout: Layout | None = None
+    order: Literal["NHD", "HND"] | None = None
+    block_size: BlockSize | None = None
+    kv_dtype: KvDtype | None = None
 
 
 class Timers(_Strict, frozen=True):
@@ -136,8 +148,8 @@ class Scenario(_Strict, frozen=True):
     decode_release: str | None = None
     mode: Mode = "write"
     model: str = "llama-3.1-8b"
-    kv_dtype: Literal["fp8", "bf16", "fp16", "fp32"] = "bf16"
-    block_size: Annotated[int, Meta(ge=1, le=1024)] = 16
+    kv_dtype: KvDtype = "bf16"
+    block_size: BlockSize = 16
     prompt_tokens: Annotated[int, Meta(ge=1, le=1 << 24)] = 256
     generate_ns: Nanoseconds = 0
     router: str = TOY_PROXY

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
+
 import msgspec
 
 from faults import KINDS, EventFault, Fault, KeyFault
 from sim.clock import stream
 from sim.errors import InputError, PeerRefusal, nearest, short
 from sim.fabric import Fabric, get_fabric
-from sim.geometry import CacheShape, Geometry
-from sim.presets import resolve_model
+from sim.geometry import AXES, CacheShape, Geometry
+from sim.presets import DTYPE_BYTES, resolve_model
 from sim.releases import ConnectorRelease, get_release
 from sim.routers import Router, get_router
 from sim.scenario import RequestSpec, Scenario, Side, fault_of
@@ -31,6 +33,17 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
     shape: CacheShape
     release: ConnectorRelease
     side: Side
+
+    @property
+    def advertised_shape(self) -> CacheShape | None:
+        """The cache as peers are told of it: K/V caches of releases that move single heads."""
+        return self.shape if self.release.write_plan == "head_slices" and self.shape.planes > 1 else None
+
+    @property
+    def takes_its_cache(self) -> bool:
+        """Whether the release's connector can be started with a cache of this layout."""
+        taken: bool = self.release.call("cache_layouts")(self.shape.layout, self.shape.planes == 1)
+        return taken
 
     @property
     def host(self) -> str:
@@ -56,12 +69,14 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     """One request with every default filled in; blocks are None when the pool chooses.
 
     `rejected`: its router names a DP rank that decode doesn't have, and decode's front end says no.
+    Its prompt is `blocks` blocks at decode and `prefill_size` at prefill.
     """
 
     index: int
     arrival_ns: int
     prompt_tokens: int
     blocks: int
+    prefill_size: int
     plain: bool
     decode_hit_blocks: int
     suffix_only: bool
@@ -94,7 +109,7 @@ def resolve(scenario: Scenario) -> Setup:
     """Look up every name of the scenario; raises InputError for names and numbers that don't fit together."""
     prefill_release = get_release(scenario.release)
     decode_release = get_release(scenario.decode_release or scenario.release, "decode_release")
-    geometry = resolve_model(scenario.model, scenario.kv_dtype)
+    geometry = resolve_model(scenario.model)
     router = get_router(scenario.router, prefill_release.name)
     requests = _requests(scenario, router)
     prefill = _endpoint("prefill", scenario, geometry, requests, prefill_release)
@@ -219,7 +234,8 @@ def _arrivals(scenario: Scenario, count: int) -> list[int]:
 def _request(scenario: Scenario, router: Router, index: int, spec: RequestSpec, arrival_ns: int) -> Request:
     place = f"requests[{index}]"
     tokens = spec.prompt_tokens or scenario.prompt_tokens
-    blocks = _blocks(tokens, scenario)
+    blocks = _blocks(tokens, scenario, "decode")
+    _check_whole_blocks(f"{place}.prompt_tokens" if spec.prompt_tokens else "prompt_tokens", tokens, scenario)
     for name, side in (("prefill", scenario.prefill), ("decode", scenario.decode)):
         dp = getattr(spec, f"{name}_dp")
         if dp is not None and dp >= side.dp:
@@ -227,7 +243,7 @@ def _request(scenario: Scenario, router: Router, index: int, spec: RequestSpec, 
         ids = getattr(spec, f"{name}_blocks")
         if ids is None:
             continue
-        need = _blocks(tokens + side.lookahead_tokens, scenario)
+        need = _blocks(tokens + side.lookahead_tokens, scenario, name)
         if len(ids) != need:
             raise InputError(f"{place}.{name}_blocks", f"{len(ids)} blocks for a prompt of {need}", f"give {need} block ids")
         if len(set(ids)) != len(ids):
@@ -242,6 +258,7 @@ def _request(scenario: Scenario, router: Router, index: int, spec: RequestSpec, 
         arrival_ns=arrival_ns if spec.arrival_ns is None else spec.arrival_ns,
         prompt_tokens=tokens,
         blocks=blocks,
+        prefill_size=_blocks(tokens, scenario, "prefill"),
         plain=spec.plain,
         decode_hit_blocks=spec.decode_hit_blocks,
         suffix_only=spec.suffix_only,
@@ -256,8 +273,23 @@ def _request(scenario: Scenario, router: Router, index: int, spec: RequestSpec, 
     )
 
 
-def _blocks(tokens: int, scenario: Scenario) -> int:
-    return -(-tokens // scenario.block_size)
+def block_size_of(scenario: Scenario, name: str) -> int:
+    """Tokens a block at one side."""
+    size: int = getattr(scenario, name).block_size or scenario.block_size
+    return size
+
+
+def _blocks(tokens: int, scenario: Scenario, name: str) -> int:
+    return -(-tokens // block_size_of(scenario, name))
+
+
+def _check_whole_blocks(place: str, tokens: int, scenario: Scenario) -> None:
+    """With unequal blocks, what a block beyond the prompt holds would be a matter of taste."""
+    sizes = [block_size_of(scenario, name) for name in ("prefill", "decode")]
+    step = math.lcm(*sizes)
+    if sizes[0] != sizes[1] and tokens % step:
+        problem = f"{tokens} tokens are no whole blocks of both {sizes[0]} (prefill) and {sizes[1]} tokens (decode)"
+        raise InputError(place, problem, f"use {-(-tokens // step) * step}")
 
 
 _DEFAULT_ADDRESS = {"prefill": ("10.0.0.1", 6301, 61005), "decode": ("10.0.0.2", 7301, 62005)}
@@ -279,12 +311,18 @@ def _endpoint(
         sizes = [str(t) for t in range(1, 257) if geometry.kv_heads % t == 0 or t % geometry.kv_heads == 0]
         close = min(sizes, key=lambda t: abs(int(t) - side.tp))
         raise InputError(f"{name}.tp", f"{side.tp}: {error.text}", f"use {close}") from None
+    release = release.overridden(scenario.overrides)
+    layout, order = _layout(name, side, geometry, release)
+    kv_dtype = side.kv_dtype or scenario.kv_dtype
     shape = CacheShape(
         planes=geometry.planes,
         num_blocks=_pool_size(name, side, scenario, requests),
-        block_size=scenario.block_size,
+        block_size=block_size_of(scenario, name),
         heads=geometry.heads_per_rank(side.tp),
-        head_bytes=geometry.head_bytes,
+        head_bytes=geometry.head_dim * DTYPE_BYTES[kv_dtype],
+        layout=layout,
+        order=order,
+        kv_dtype=kv_dtype,
     )
     if shape.units > _MAX_CELLS:
         raise InputError(f"{name}.num_blocks", f"{shape.num_blocks} blocks are more than this machine should hold",
@@ -297,9 +335,24 @@ def _endpoint(
         handshake_port=handshake_port,
         notify_port=notify_port,
         shape=shape,
-        release=release.overridden(scenario.overrides),
+        release=release,
         side=side,
     )
+
+
+def _layout(name: str, side: Side, geometry: Geometry, release: ConnectorRelease) -> tuple[str, str]:
+    """How the cache lies in memory; a latent is as the release takes it unless said."""
+    usual = ("standard" if not release.call("cache_layouts")("latent", True) else "latent") if geometry.mla else "split"
+    layout = side.layout or usual
+    fits = ("latent", "standard") if geometry.mla else ("split", "interleaved", "packed", "standard")
+    if layout not in fits:
+        kind = "an MLA latent has no K and V" if geometry.mla else "the model has K and V"
+        raise InputError(f"{name}.layout", f"{layout!r}: {kind}", f"use {' or '.join(fits)}")
+    orders = [order for known, order in AXES if known == layout]
+    if side.order is not None and (geometry.mla or side.order not in orders):
+        why = "a latent has no heads" if geometry.mla else f"{layout!r} is {orders[0]} only"
+        raise InputError(f"{name}.order", f"{side.order!r}: {why}", "leave it out")
+    return layout, side.order or orders[0]
 
 
 def _check_ports(name: str, handshake_port: int, notify_port: int, ranks: int) -> None:
@@ -321,7 +374,7 @@ def _pool_size(name: str, side: Side, scenario: Scenario, requests: tuple[Reques
     """
     need, highest, largest = [0] * side.dp, 0, 0
     for request in requests:
-        size = _blocks(request.prompt_tokens + side.lookahead_tokens, scenario)
+        size = _blocks(request.prompt_tokens + side.lookahead_tokens, scenario, name)
         need[getattr(request, f"{name}_dp")] += size
         largest = max(largest, size)
         highest = max(highest, *(getattr(request, f"{name}_blocks") or (0,)))

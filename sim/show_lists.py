@@ -10,7 +10,7 @@ from rich.text import Text
 from faults import FaultKind
 from faults.events import MESSAGES
 from sim.policies import POLICIES
-from sim.presets import Preset
+from sim.presets import DTYPE_BYTES, Preset
 from sim.releases import ConnectorRelease
 from sim.routers import Router
 from sim.show import console, hanging
@@ -90,7 +90,7 @@ def show_models(presets: list[Preset]) -> None:
     for preset in presets:
         g = preset.geometry
         table.add_row(preset.name, str(g.layers), "MLA" if g.mla else str(g.kv_heads), str(g.head_dim),
-                      str(g.planes * g.kv_heads * g.head_bytes))  # fmt: skip
+                      str(g.planes * g.kv_heads * g.head_dim * DTYPE_BYTES["bf16"]))  # fmt: skip
     out.print(table)
     out.print("bytes for bf16, of all heads together; sources:")
     for preset in presets:

@@ -120,7 +120,7 @@ def _lower(number: int, least: int = 1) -> list[int]:
 def _shrink_model(draft: Draft) -> Iterator[Draft]:
     """Fewer layers, fewer heads, smaller heads; a preset becomes its numbers."""
     try:
-        geometry = resolve_model(draft.get("model", _DEFAULTS["model"]), "bf16")
+        geometry = resolve_model(draft.get("model", _DEFAULTS["model"]))
     except InputError:
         return
     for field in ("layers", "kv_heads", "head_dim"):

@@ -44,12 +44,16 @@ class BlockPool:
 
 
 class Transfer:
-    """Run-time state of one request. `contents` numbers its token blocks, shape [blocks]."""
+    """Run-time state of one request. `contents` numbers its blocks at decode and `prefill_contents` those at prefill.
 
-    def __init__(self, request: Request, first_content: int, decode: Endpoint, geometry: Geometry) -> None:
+    Both are shares of the same row of tokens, in which the request's begin at `first_token`.
+    """
+
+    def __init__(self, request: Request, first_token: int, prefill: Endpoint, decode: Endpoint, geometry: Geometry) -> None:
         self.request = request
         self.index = request.index
-        self.contents = np.arange(first_content, first_content + request.blocks, dtype=np.int64)
+        self.contents = first_token // decode.shape.block_size + 1 + np.arange(request.blocks, dtype=np.int64)
+        self.prefill_contents = first_token // prefill.shape.block_size + 1 + np.arange(request.prefill_size, dtype=np.int64)
         self.router_id = f"tx-{request.index}"
         self.prefill_blocks: Codes | None = None
         self.decode_blocks: Codes | None = None

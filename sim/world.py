@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Generator
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -11,6 +12,7 @@ from sim.clock import Clock
 from sim.decode import DecodeEngine
 from sim.dispatch import Dispatch, Params
 from sim.errors import PeerRefusal
+from sim.geometry import check_slices
 from sim.history import History
 from sim.network import MS, Network
 from sim.policies import map_fan
@@ -57,10 +59,10 @@ class World:
         self.stray = 0
         self.legs: dict[tuple[int, str], dict[str, Any]] = {}
         self.transfers: list[Transfer] = []
-        content = 1
+        token, step = 0, math.lcm(setup.prefill.shape.block_size, setup.decode.shape.block_size)
         for request in setup.requests:
-            self.transfers.append(Transfer(request, content, setup.decode, setup.geometry))
-            content += request.blocks
+            self.transfers.append(Transfer(request, token, setup.prefill, setup.decode, setup.geometry))
+            token += -(-request.prompt_tokens // step) * step
         self.prefills = [PrefillEngine(self, dp) for dp in range(setup.prefill.dp)]
         self.decodes = [DecodeEngine(self, dp) for dp in range(setup.decode.dp)]
         self._scheduled = {
@@ -100,8 +102,19 @@ class World:
                     engine.started = False
                     self.clock.after(_ns(fault.ms), lambda _event, e=engine, r=rank: self._bind_late(e, r))  # type: ignore[misc]
         self._plan_ranks()
-        self._send_all()
+        if self._all_start():
+            self._send_all()
         self.clock.run()
+
+    def _all_start(self) -> bool:
+        """Whether every engine's connector takes its cache; one that does not start is known to no router."""
+        refused = [engine for engine in self.engines if not engine.me.takes_its_cache]
+        for engine in refused:
+            engine.crash(f"ValueError: unsupported cache shape: {engine.me.shape.layout}", None)
+        for transfer in self.transfers if refused else ():
+            transfer.bad_end = "crash"
+            self._lose(transfer, "an engine never started")
+        return not refused
 
     def _bind(self, engine: PrefillEngine | DecodeEngine, rank: PrefillRank | DecodeRank) -> None:
         """Ranks bind in order; one whose handshake port is taken never becomes ready, nor does its engine."""
@@ -345,9 +358,11 @@ class World:
         """Why a correct connector would refuse this pair of engines before anything moves; empty if it would not."""
         try:
             map_fan(0, self.setup.prefill.tp, self.setup.decode.tp, self.geometry)
+            check_slices(self.setup.prefill.shape, self.setup.decode.shape)
         except PeerRefusal as refusal:
             return refusal.text
-        return ""
+        here, there = self.setup.prefill.shape.kv_dtype, self.setup.decode.shape.kv_dtype
+        return f"prefill's KV is {here}, decode's {there}" if here != there else ""
 
     def refuse(self, transfer: Transfer, engine: str, text: str) -> None:
         """An engine refused the request; nothing moved."""

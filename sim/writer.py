@@ -14,8 +14,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from sim.batch import Batch, Slice, head_slices, whole_blocks
 from sim.errors import PeerRefusal
-from sim.ledger import Bytes, Codes, Copy, cell_copy, raw_copy
+from sim.geometry import check_slices
+from sim.ledger import Copy, SourceCache
 from sim.legs import Leg
 from sim.policies import MOST_RANKS, Target, as_int, fold
 from sim.rank import Rank
@@ -447,29 +449,38 @@ class Writer:
             wires.append(Wire(rank, copy, busy_ns, fabric.tail_ns(busy_ns, "write"), entries))
         return wires
 
-    def _plan(self, job: Job, target: Target, rank: DecodeRank) -> tuple[Copy | None, int]:
+    def _plan(self, job: Job, target: Target, rank: DecodeRank) -> Batch:
         """The batch of a layer to one decode rank and its work requests; no batch when MoRI refuses it."""
         assert job.blocks is not None and job.transfer.prefill_blocks is not None
-        geometry, mine, theirs, contents = self.world.geometry, self.me.shape, rank.me.shape, self.rank.engine.contents
-        first_head = self.rank.first_head
+        geometry, theirs = self.world.geometry, rank.me.shape
         blocks = job.transfer.prefill_blocks.tolist()
         if self.me.release.write_clamp == "prompt_blocks":
-            blocks = blocks[: job.transfer.request.blocks]
+            blocks = blocks[: job.transfer.request.prefill_size]
+        sliced = self.me.release.write_plan == "head_slices" and self._by_heads(job, target, rank)
         pairs = self._pair(blocks, job.blocks)
         local, remote = (np.array(side, dtype=np.int64) for side in zip(*pairs, strict=True))
-        entries = geometry.planes * runs(local, remote)
-        if self.me.release.write_plan == "local_strides" and mine.heads != theirs.heads:
-            here, there = Bytes(mine, contents, first_head), Bytes(theirs, contents, 0)
-            return raw_copy(geometry, here, there, pairs, into_remote=True), entries
-        whole = target.count == mine.heads == theirs.heads
-        if not whole and not geometry.mla and rank.me.release.write_plan != "head_slices":
-            raise PeerRefusal("MoRIIOError", "a write by heads needs a layout, and the peer's release advertises none")
-        if target.remote + target.count > theirs.heads and not geometry.mla:
-            raise PeerRefusal("MoRIIOError", f"heads {target.remote}+{target.count} at a rank of {theirs.heads} heads")
-        if not whole:
-            entries = geometry.planes * len(pairs) * mine.block_size  # token-major: a work request a token
-        copy = cell_copy(geometry, theirs, contents[local], remote, first_head + target.local, target.remote, target.count)
-        return copy, entries
+        source = SourceCache(self.me.shape, self.rank.engine.contents, self.rank.first_head)
+        if sliced:
+            return head_slices(geometry, source, theirs, local, remote, Slice(target.local, target.remote, target.count))
+        return whole_blocks(geometry, source, theirs, local, remote, by_reader=False)
+
+    def _by_heads(self, job: Job, target: Target, rank: DecodeRank) -> bool:
+        """Whether heads are moved one by one, not whole blocks (0.33.0). Raises PeerRefusal where they can't be."""
+        assert job.leg is not None
+        geometry, mine, advertised = self.world.geometry, self.me.shape, rank.me.advertised_shape
+        advertises = rank.me.release.write_plan == "head_slices"
+        if advertises and mine.block_size != rank.me.shape.block_size:
+            raise PeerRefusal("MoRIIOError", f"{mine.block_size} tokens a block here, {rank.me.shape.block_size} at the peer")
+        assumed = geometry.heads_per_rank(self._known_size(as_int(job.leg.peer_tp), self.me.tp))
+        whole = target.count == mine.heads == assumed
+        if whole and (advertised is None or mine.advertised == advertised.advertised):
+            return False
+        if advertised is None:
+            raise PeerRefusal("MoRIIOError", "a write by heads needs a layout, and the peer advertises none")
+        check_slices(mine, advertised)
+        if target.remote + target.count > advertised.heads:
+            raise PeerRefusal("ValueError", f"heads {target.remote}+{target.count} at a rank of {advertised.heads} heads")
+        return True
 
     # -- the end of a transfer --------------------------------------------------------------------------------
 
@@ -548,10 +559,3 @@ class Writer:
     def _say_failed(self, job: Job, rank: Rank) -> None:
         assert job.leg is not None
         rank.on_write_failed(job.leg.transfer_id, job.transfer, self.name)
-
-
-def runs(local: Codes, remote: Codes) -> int:
-    """How many stretches are contiguous on both sides: what is left of a batch after merging."""
-    if len(local) == 0:
-        return 0
-    return 1 + int(((np.diff(local) != 1) | (np.diff(remote) != 1)).sum())

@@ -6,8 +6,9 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sim.batch import whole_blocks
 from sim.geometry import CacheShape, Geometry
-from sim.ledger import Bytes, Count, Ledger, Need, cell_copy, cell_index, code_of, raw_copy
+from sim.ledger import Count, Ledger, Need, SourceCache, cell_copy, cell_index, code_of, raw_copy
 
 
 def shape_of(geometry: Geometry, heads: int, num_blocks: int, block_size: int) -> CacheShape:
@@ -41,7 +42,9 @@ def test_cells_and_units_count_alike(case: tuple[Geometry, CacheShape, list[tupl
         pool[blocks] = contents
         copy = cell_copy(geometry, shape, np.array(contents), np.array(blocks), first_head, 0, shape.heads)
         by_cell.land(0, 0, 0, copy)
-        raw = raw_copy(geometry, Bytes(shape, pool, first_head), Bytes(shape, pool, 0), [(b, b) for b in blocks], into_remote=True)
+        length = shape.block_units
+        starts = np.array([(plane * shape.num_blocks + b) * length for b in blocks for plane in range(2)])
+        raw = raw_copy(geometry, SourceCache(shape, pool, first_head), shape, starts, starts, length)
         assert raw is not None
         assert by_unit.land_astray(0, 0, raw, home=0) == 0
         for content, block in zip(contents, blocks, strict=True):
@@ -66,9 +69,9 @@ def test_a_batch_past_the_region_is_refused_whole() -> None:
     """MoRI checks every entry against the registered length: the V plane of a larger block never fits (protocol §6)."""
     geometry = Geometry(layers=1, kv_heads=8, head_dim=1)
     wide, narrow = shape_of(geometry, 4, 8, 2), shape_of(geometry, 2, 8, 2)
-    pool = np.arange(8)
-    assert raw_copy(geometry, Bytes(wide, pool, 0), Bytes(narrow, pool, 0), [(1, 1)], into_remote=True) is None
-    assert raw_copy(geometry, Bytes(narrow, pool, 0), Bytes(wide, pool, 0), [(1, 1)], into_remote=True) is not None
+    pool, block = np.arange(8), np.array([1])
+    assert whole_blocks(geometry, SourceCache(wide, pool, 0), narrow, block, block, by_reader=False).copy is None
+    assert whole_blocks(geometry, SourceCache(narrow, pool, 0), wide, block, block, by_reader=False).copy is not None
 
 
 def test_a_write_astray_counts_the_cells_that_it_changes() -> None:
