@@ -11,6 +11,8 @@ from faults import KINDS, EventFault, Fault, parse_fault
 
 Mode = Literal["write", "read"]
 Side = Literal["prefill", "decode"]
+USUAL_BLOCK_SIZE = 16
+USUAL_POOL = 16
 Leg = dict[str, Any]
 DecodeLeg = Leg | Callable[[Mapping[str, Any]], Leg]
 """A leg, or what the router makes of prefill's response when the legs are serial (READ)."""
@@ -63,12 +65,30 @@ class ModelShape:
 
 
 @dataclass(frozen=True, slots=True)
+class CacheForm:
+    """How an engine's caches lie in memory: names as in a scenario's `prefill` and `decode`; None: as the release has it.
+
+    `kv_dtype` None: the dtype of the other side, of which nothing depends.
+    """
+
+    block_size: int = USUAL_BLOCK_SIZE
+    layout: str | None = None
+    order: str | None = None
+    kv_dtype: str | None = None
+
+    def __str__(self) -> str:
+        size = f"bs{self.block_size}" if self.block_size != USUAL_BLOCK_SIZE else ""
+        return ".".join(filter(None, (self.layout, self.order, size, self.kv_dtype)))
+
+
+@dataclass(frozen=True, slots=True)
 class EngineSize:
-    """How wide an engine is and how many KV blocks each of its ranks has."""
+    """How wide an engine is, how many KV blocks each of its ranks has, and their form."""
 
     tp: int
     dp: int = 1
-    num_blocks: int = 16
+    num_blocks: int = USUAL_POOL
+    cache: CacheForm = CacheForm()
 
     def rank_name(self, side: Side, dp: int, tp: int) -> str:
         """Name a rank as results do: `D3`, or `D1.3` when the engine has several DP ranks."""
@@ -157,7 +177,6 @@ class ConnectorCase:
     prefill: EngineSize
     decode: EngineSize
     requests: tuple[RequestCase, ...]
-    block_size: int = 16
     prompt_tokens: int = 64
     timers: Timers = field(default_factory=Timers)
     completion_delay_s: float = 0.0

@@ -12,22 +12,38 @@ import numpy.typing as npt
 from real_backend.case import Coverage, ModelShape
 
 View = npt.NDArray[np.int32]
-"""One layer of a rank's cache, shape [planes, blocks, block_size, heads, width]."""
+"""One layer of a rank's cache, shape [planes, blocks, block_size, heads, width], whatever its order in memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cells:
-    """The cells of one rank, which holds the global `heads`. Prompts are whole blocks of `block_size` tokens."""
+    """The cells of one rank, which holds the global `heads`. Prompts are whole blocks of `block_size` tokens.
+
+    `axes` names the axes in memory as `sim.geometry.AXES` does. A (token, head) takes up `width` tags of 4 bytes. With
+    `foreign_dtype` no tag that the peer writes is what is needed.
+    """
 
     model: ModelShape
     block_size: int
     prompt_tokens: int
     heads: range
+    axes: str = "pbth"
+    width: int = 0
+    foreign_dtype: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "width", self.width or self.model.width)
+
+    def memory(self, num_blocks: int) -> tuple[list[int], list[int]]:
+        """Return the lengths of a cache's axes in memory, tags last, and where in `View` its axes come from."""
+        axes = self.axes + "".join(axis for axis in "ph" if axis not in self.axes)
+        sizes = {"p": self.model.planes, "b": num_blocks, "t": self.block_size, "h": len(self.heads)}
+        return [*(sizes[axis] for axis in axes), self.width], [*(axes.index(axis) for axis in "pbth"), 4]
 
     def view(self, cache: View, num_blocks: int) -> View:
-        """Return a layer's cache, of any supported layout, in the shape of `View` without a copy."""
-        heads = cache.size // (self.model.planes * num_blocks * self.block_size * self.model.width)
-        return cache.reshape(self.model.planes, num_blocks, self.block_size, heads, self.model.width)
+        """Return a layer's cache in the shape of `View` without a copy."""
+        sizes, order = self.memory(num_blocks)
+        return cache.reshape(sizes).transpose(order)
 
     @property
     def values_a_request(self) -> int:
@@ -48,8 +64,8 @@ class Cells:
         first = block * self.block_size
         tokens = np.arange(first, first + self.block_size, dtype=np.int64)[:, None]
         slot = ((tokens * model.layers + layer) * model.planes + plane) * model.heads + head
-        tags = request * self.values_a_request + slot * model.width + np.arange(model.width, dtype=np.int64) + 1
-        return tags.astype(np.int32)
+        tags = request * self.values_a_request + slot * model.width + np.arange(self.width, dtype=np.int64) + 1
+        return (-tags if self.foreign_dtype else tags).astype(np.int32)
 
     def fill(self, view: View, layer: int, request: int, blocks: Collection[int]) -> None:
         """Write one layer of a request's prompt into its `blocks`."""

@@ -18,8 +18,8 @@ class DeviceCells(Cells):
     __slots__ = ()
 
     def view(self, cache: Any, num_blocks: int) -> Any:
-        heads = cache.numel() // (self.model.planes * num_blocks * self.block_size * self.model.width)
-        return cache.view(self.model.planes, num_blocks, self.block_size, heads, self.model.width)
+        sizes, order = self.memory(num_blocks)
+        return cache.view(sizes).permute(order)
 
     def fill(self, view: Any, layer: int, request: int, blocks: Collection[int]) -> None:
         if blocks:
@@ -43,7 +43,7 @@ class DeviceCells(Cells):
     def _needed(self, view: Any, layer: int, request: int, blocks: int) -> Any:
         """Return what the first `blocks` blocks of a request should hold in one layer, on the device of `view`."""
         torch: Any = importlib.import_module("torch")
-        needed = np.empty((self.model.planes, blocks, self.block_size, len(self.heads), self.model.width), dtype=np.int32)
+        needed = np.empty((self.model.planes, blocks, self.block_size, len(self.heads), self.width), dtype=np.int32)
         for block in range(blocks):
             for plane in range(self.model.planes):
                 for slot, head in enumerate(self.heads):

@@ -6,7 +6,7 @@ import importlib
 import math
 import os
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +16,7 @@ from real_backend.cells import View
 from real_backend.device_cells import DeviceCells
 from real_backend.processes import Ports
 from real_backend.rank import Rank
-from real_backend.vllm_setup import LOOPBACK, MORIIO, EngineConfig, layer_names
+from real_backend.vllm_setup import LOOPBACK, MORIIO, EngineConfig, layer_names, torch_dtype
 from sim.errors import TierError
 
 _SEGMENT = 2 << 20
@@ -137,20 +137,20 @@ class DeviceRank(Rank):
     def _allocate(self) -> tuple[dict[str, Any], list[View]]:
         torch: Any = importlib.import_module("torch")
         host_cells = self._cells
-        device_cells = DeviceCells(host_cells.model, host_cells.block_size, host_cells.prompt_tokens, host_cells.heads)
+        device_cells = DeviceCells(**{each.name: getattr(host_cells, each.name) for each in fields(host_cells)})
         if self._device == "cpu":
             caches, _ = super()._allocate()
             self._cells = device_cells
-            flat = [cache.view(torch.int32).view(-1) for cache in caches.values()]
+            flat = [cache.view(-1).view(torch.int32) for cache in caches.values()]
             return caches, [self._cells.view(each, self._size.num_blocks) for each in flat]
         self._cells = device_cells
         torch.cuda.set_device(self._device)
         shape = self._cache_shape()
-        length, names = math.prod(shape), layer_names(self._case.model)
+        length, names = math.prod(self._cells.memory(self._size.num_blocks)[0]), layer_names(self._case.model)
         caches, views = {}, []
         for name in names:
             whole = torch.zeros(-(-length * 4 // _SEGMENT) * _SEGMENT // 4, dtype=torch.int32, device=self._device)
-            caches[name] = whole[:length].view(torch.float32).view(shape)
+            caches[name] = whole[:length].view(torch_dtype(self._size.cache)).view(shape)
             views.append(self._cells.view(whole[:length], self._size.num_blocks))
         self._warm_up(views[0])
         return caches, views

@@ -11,12 +11,12 @@ import json
 import tempfile
 import tomllib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from real_backend.case import CaseResult, Coverage, EngineSize
+from real_backend.case import USUAL_BLOCK_SIZE, CacheForm, CaseResult, Coverage, EngineSize
 from real_backend.harness import Harness
 from real_backend.plan import RELEASES, Cell, cells
 from real_backend.race import NO_BARRIER, OVERWRITTEN, Race, race_of
@@ -176,7 +176,9 @@ def _describe(cell: Cell) -> Row:
     case = cell.case()
 
     def size(engine: EngineSize) -> Row:
-        return {"tp": engine.tp, "dp": engine.dp}
+        usual = CacheForm()
+        form = {field.name: getattr(engine.cache, field.name) for field in fields(usual)}
+        return {"tp": engine.tp, "dp": engine.dp} | {k: v for k, v in form.items() if v != getattr(usual, k)}
 
     return {
         "id": cell.id,
@@ -185,7 +187,7 @@ def _describe(cell: Cell) -> Row:
         "prefill": size(cell.prefill),
         "decode": size(cell.decode),
         "model": str(cell.model),
-        "block_size": case.block_size,
+        "block_size": USUAL_BLOCK_SIZE,
         "prompt_tokens": case.prompt_tokens,
         "prefill_num_blocks": cell.prefill.num_blocks,
         "decode_num_blocks": cell.decode.num_blocks,

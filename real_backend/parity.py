@@ -142,7 +142,7 @@ def _scenario(planned: Planned, faults: tuple[str, ...]) -> dict[str, Any]:
         "decode": size(cell.decode),
         "model": str(cell.model),
         "kv_dtype": "fp32",
-        "block_size": case.block_size,
+        "block_size": cell.decode.cache.block_size,
         "prompt_tokens": case.prompt_tokens,
         "router": cell.router,
         "faults": list(faults),

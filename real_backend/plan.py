@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from faults import Injector, parse_fault
-from real_backend.case import ConnectorCase, EngineSize, Mode, ModelShape, RequestCase
+from real_backend.case import USUAL_POOL, CacheForm, ConnectorCase, EngineSize, Mode, ModelShape, RequestCase
 from sim.dispatch import Dispatch
 from sim.routers import get_router
 
@@ -20,6 +20,7 @@ _LABELS = {_MLA: "mla", _GQA8: "gqa8", _GQA2: "gqa2"}
 # Out of order and partly not adjacent, different on the two sides, so that shifted or merged ranges show.
 _PREFILL_BLOCKS = ((2, 3, 5, 7), (8, 10, 12, 13))
 _DECODE_BLOCKS = ((9, 4, 5, 11), (1, 6, 7, 13))
+_PROMPT_TOKENS = 64
 
 _DROP = ("drop:remote_tp_size",)
 _ONE = ("set:remote_tp_size=1",)
@@ -109,7 +110,9 @@ class Cell:
         )
         kind = (["external_zero"] if self.external_zero else []) + (["generating"] if self.generate_s else [])
         tail = "+".join([self.router.split()[0].removesuffix("-proxy").removeprefix("vllm-"), *kind, *self.faults])
-        return f"{self.release}/{self.mode}/{sizes}/{_LABELS[self.model]}/{tail}"
+        forms = [_form(size) for size in (self.prefill, self.decode)]
+        caches = "caches=" + ">".join(form or "usual" for form in forms) if any(forms) else ""
+        return "/".join(filter(None, (self.release, self.mode, sizes, _LABELS[self.model], caches, tail)))
 
     def case(self, completion_delay_s: float = 0.0) -> ConnectorCase:
         """Return what the harness runs, with transfers that take `completion_delay_s`."""
@@ -120,6 +123,7 @@ class Cell:
             self.prefill,
             self.decode,
             tuple(self._request(index, keys) for index in range(self.requests)),
+            prompt_tokens=_PROMPT_TOKENS,
             completion_delay_s=completion_delay_s,
         )
 
@@ -137,8 +141,8 @@ class Cell:
         }
         dispatch = Dispatch(router, self.mode, values, keys, index)
         return RequestCase(
-            _PREFILL_BLOCKS[index],
-            _DECODE_BLOCKS[index],
+            _PREFILL_BLOCKS[index][: _PROMPT_TOKENS // self.prefill.cache.block_size],
+            _DECODE_BLOCKS[index][: _PROMPT_TOKENS // self.decode.cache.block_size],
             dispatch.prefill_leg()[0],
             lambda response: dispatch.decode_leg(response)[0],
             prefill_dp,
@@ -146,6 +150,12 @@ class Cell:
             external_zero=self.external_zero,
             generate_s=self.generate_s,
         )
+
+
+def _form(size: EngineSize) -> str:
+    """Name what is unusual of an engine's caches."""
+    pool = f"nb{size.num_blocks}" if size.num_blocks != USUAL_POOL else ""
+    return ".".join(filter(None, (str(size.cache), pool)))
 
 
 def cells(release: str) -> Iterator[Cell]:
@@ -189,3 +199,48 @@ def cells(release: str) -> Iterator[Cell]:
             # Up to 0.26 a step reads for one request only, whatever their keys.
             if mode == "write" or requests == 1 or release not in ("0.24.0", "0.25.1", "0.26.0"):
                 yield Cell(release, mode, EngineSize(p, dp), EngineSize(d, dp), _MLA, toy, (fault,), requests)
+    yield from _cache_cells(release, toy)
+
+
+# (prefill, decode, model) of both modes: caches that lie alike or not.
+_SPLIT, _INTERLEAVED, _PACKED = CacheForm(), CacheForm(layout="interleaved"), CacheForm(layout="packed")
+_HEAD_MAJOR, _MIXED = CacheForm(order="HND"), CacheForm(layout="interleaved", order="HND")
+_LARGE_BLOCKS = CacheForm(block_size=32)
+_BF16, _FP16, _FP8 = CacheForm(kv_dtype="bf16"), CacheForm(kv_dtype="fp16"), CacheForm(kv_dtype="fp8")
+_FORMS: tuple[tuple[EngineSize, EngineSize, ModelShape], ...] = (
+    *(
+        (EngineSize(p, cache=form), EngineSize(d, cache=form), _GQA8)
+        for form in (_INTERLEAVED, _HEAD_MAJOR, _PACKED)
+        for p, d in ((2, 2), (2, 4), (4, 2))
+    ),
+    *(
+        (EngineSize(2, cache=here), EngineSize(2, cache=there), _GQA8)
+        for here, there in (
+            (_INTERLEAVED, _SPLIT),
+            (_SPLIT, _INTERLEAVED),
+            (_SPLIT, _HEAD_MAJOR),
+            (_MIXED, _SPLIT),
+            (_PACKED, _SPLIT),
+            (_SPLIT, _LARGE_BLOCKS),
+            (_LARGE_BLOCKS, _SPLIT),
+            (_BF16, _FP16),
+            (_FP8, _BF16),
+            (_BF16, _FP8),
+        )
+    ),
+    (EngineSize(4, cache=_INTERLEAVED), EngineSize(2), _GQA8),
+    (EngineSize(2, cache=_MIXED), EngineSize(4), _GQA8),
+    *((EngineSize(2, num_blocks=24, cache=form), EngineSize(2, cache=form), _GQA8) for form in (_SPLIT, _INTERLEAVED)),
+    (EngineSize(2, cache=_LARGE_BLOCKS), EngineSize(2), _MLA),
+    (EngineSize(2), EngineSize(2, cache=_LARGE_BLOCKS), _MLA),
+    (EngineSize(2, cache=_BF16), EngineSize(2, cache=_FP8), _MLA),
+    (EngineSize(2, cache=CacheForm(layout="latent")), EngineSize(2, cache=CacheForm(layout="latent")), _MLA),
+    (EngineSize(2, cache=CacheForm(layout="standard")), EngineSize(2, cache=CacheForm(layout="standard")), _MLA),
+)
+
+
+def _cache_cells(release: str, router: str) -> Iterator[Cell]:
+    """Yield the cells of caches that lie otherwise than usual, or not alike."""
+    for mode in ("write", "read"):
+        for prefill, decode, model in _FORMS:
+            yield Cell(release, "write" if mode == "write" else "read", prefill, decode, model, router)

@@ -27,7 +27,9 @@ from real_backend.case import ConnectorCase, Coverage, Raised, RankReport, Side
 from real_backend.cells import Cells, View
 from real_backend.injection import Injection
 from real_backend.processes import Ports
-from real_backend.vllm_setup import EngineConfig, connector_class, has_head_axis, layer_names
+from real_backend.vllm_setup import EngineConfig, connector_class, has_head_axis, layer_names, torch_dtype
+from sim.geometry import AXES
+from sim.presets import DTYPE_BYTES
 
 _VALUE_BYTES = 4
 _LAYER_S = 0.015
@@ -65,8 +67,7 @@ class Rank:
         self._size = case.engine(config.side)
         self._tp_rank = tp_rank
         self.name = self._size.rank_name(config.side, config.dp_rank, tp_rank)
-        heads = case.model.owned_heads(tp_rank, self._size.tp)
-        self._cells = Cells(case.model, case.block_size, case.prompt_tokens, heads)
+        self._cells = _cells_of(case, config.side, tp_rank)
         self._injection = Injection(case, config.side, self.name, ports)
         self._watch = _Watch(self.name, self._injection)
         self._used: dict[int, list[View]] = defaultdict(list)
@@ -195,21 +196,36 @@ class Rank:
         """Make page-aligned caches, one mapping a layer, so that no release mistakes them for one shared region."""
         torch: Any = importlib.import_module("torch")
         shape = self._cache_shape()
-        length = int(np.prod(shape))
+        length = int(np.prod(self._cells.memory(self._size.num_blocks)[0]))
         caches, views = {}, []
         for name in layer_names(self._case.model):
             pages = -(-length * _VALUE_BYTES // mmap.PAGESIZE)
             memory = mmap.mmap(-1, pages * mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             whole: View = np.frombuffer(memory, dtype=np.int32)
-            caches[name] = torch.from_numpy(whole).view(torch.float32)[:length].view(shape)
+            caches[name] = torch.from_numpy(whole)[:length].view(torch_dtype(self._size.cache)).view(shape)
             views.append(self._cells.view(whole[:length], self._size.num_blocks))
         return caches, views
 
     def _cache_shape(self) -> tuple[int, ...]:
-        blocks, tokens, width = self._size.num_blocks, self._case.block_size, self._case.model.width
-        if not self._case.model.mla:
-            return (2, blocks, tokens, len(self._cells.heads), width)
-        return (blocks, 1, tokens, width) if has_head_axis() else (blocks, tokens, width)
+        """Return the shape that vLLM's model runner would give: a latent's head is an axis, K and V packed are none."""
+        *lengths, _ = self._cells.memory(self._size.num_blocks)[0]
+        model, axes = self._case.model, self._cells.axes
+        if model.mla:
+            layout = self._size.cache.layout or ("standard" if has_head_axis() else "latent")
+            blocks, tokens = self._size.num_blocks, self._cells.block_size
+            return (blocks, 1, tokens, model.width) if layout == "standard" else (blocks, tokens, model.width)
+        return (*lengths[:-1], 2 * model.width) if axes.endswith("p") else (*lengths, model.width)
+
+
+def _cells_of(case: ConnectorCase, side: Side, tp_rank: int) -> Cells:
+    size = case.engine(side)
+    form, model = size.cache, case.model
+    layout = form.layout or ("latent" if model.mla else "split")
+    orders = {order: axes for (name, order), axes in AXES.items() if name == layout}
+    axes = "bt" if model.mla else orders[form.order or next(iter(orders))]
+    unlike = side == "decode" and form.kv_dtype != case.prefill.cache.kv_dtype
+    width = model.width * DTYPE_BYTES[form.kv_dtype or "fp32"] // _VALUE_BYTES
+    return Cells(model, form.block_size, case.prompt_tokens, model.owned_heads(tp_rank, size.tp), axes, width, unlike)
 
 
 class _Watch:

@@ -62,6 +62,7 @@ class SchedulerSide:
 
     def __init__(self, case: ConnectorCase, config: EngineConfig, ports: dict[Side, Ports]) -> None:
         self._case = case
+        self._block_size = case.engine(config.side).cache.block_size
         name = ("P" if config.side == "prefill" else "D") + (str(config.dp_rank) if case.engine(config.side).dp > 1 else "")
         self._injection = Injection(case, config.side, name, ports)
         self._injection.wrap_sockets()
@@ -78,7 +79,7 @@ class SchedulerSide:
         `external_zero`: the scheduler then takes nothing from outside, as newer ones do for requests that must not read
         the prefix cache, and as any does whose MultiConnector got the KV elsewhere.
         """
-        request = self._new_request(request_id, leg, len(blocks) * self._case.block_size)
+        request = self._new_request(request_id, leg, len(blocks) * self._block_size)
         self._requests[request_id], self._blocks[request_id] = request, blocks
         self._connector.on_new_request(request)
         external, wait = self._connector.get_num_new_matched_tokens(request, 0)

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from faults import KINDS, EventFault, Injector
-from real_backend.case import ConnectorCase, EngineSize, FaultPlan, ModelShape, RequestCase, Side, Timers
+from real_backend.case import CacheForm, ConnectorCase, EngineSize, FaultPlan, ModelShape, RequestCase, Side, Timers
 from real_backend.injection import NOTICE_KINDS, TRANSFER_KINDS
 from real_backend.processes import MOST_RANKS
 from real_backend.rank_faults import RANK_KINDS
@@ -27,8 +27,8 @@ from sim.transfer import BlockPool
 _KNOWN: dict[str, tuple[str, ...]] = {
     "": ("schema", "release", "decode_release", "mode", "model", "kv_dtype", "block_size", "prompt_tokens", "generate_ns",
          "router", "seed", "prefill", "decode", "timers", "requests", "faults", "expect", "fabric"),
-    "prefill": ("tp", "dp", "num_blocks"),
-    "decode": ("tp", "dp", "num_blocks"),
+    "prefill": ("tp", "dp", "num_blocks", "layout", "order", "block_size", "kv_dtype"),
+    "decode": ("tp", "dp", "num_blocks", "layout", "order", "block_size", "kv_dtype"),
     "timers": ("transfer_timeout_s", "defer_timeout_s", "recv_abort_timeout_s"),
     "requests": ("arrival_ns", "prompt_tokens", "generate_ns", "external_zero", "prefill_dp", "decode_dp", "prefill_blocks",
                  "decode_blocks"),
@@ -67,10 +67,9 @@ def to_job(scenario: Scenario) -> Job:
     case = ConnectorCase(
         mode=scenario.mode,
         model=_shape(setup.geometry),
-        prefill=_size("prefill", setup.prefill),
-        decode=_size("decode", setup.decode),
+        prefill=_size("prefill", setup),
+        decode=_size("decode", setup),
         requests=_requests(setup, keys),
-        block_size=scenario.block_size,
         prompt_tokens=tokens,
         timers=_timers(scenario.timers),
         plan=FaultPlan(setup.faults),
@@ -109,12 +108,24 @@ def _shape(geometry: Geometry) -> ModelShape:
     return ModelShape(geometry.layers, latent=width - rope, rope=rope)
 
 
-def _size(side: Side, endpoint: Endpoint) -> EngineSize:
+def _size(side: Side, setup: Setup) -> EngineSize:
+    endpoint = setup.prefill if side == "prefill" else setup.decode
     if endpoint.tp * endpoint.dp > MOST_RANKS:
         raise TierError(
             side, f"{endpoint.tp * endpoint.dp} ranks are more than the connector tier runs", f"use at most {MOST_RANKS}"
         )
-    return EngineSize(endpoint.tp, endpoint.dp, endpoint.shape.num_blocks)
+    return EngineSize(endpoint.tp, endpoint.dp, endpoint.shape.num_blocks, _form(side, endpoint, setup))
+
+
+def _form(side: Side, endpoint: Endpoint, setup: Setup) -> CacheForm:
+    """How the caches lie. Of equal dtypes nothing depends, and cells are tagged in 4 bytes: only unequal ones are told."""
+    shape = endpoint.shape
+    if setup.prefill.shape.kv_dtype == setup.decode.shape.kv_dtype:
+        return CacheForm(shape.block_size, endpoint.side.layout, endpoint.side.order)
+    if shape.head_bytes % 4:
+        raise TierError(f"{side}.kv_dtype", f"{shape.kv_dtype}: a head of {shape.head_bytes} bytes holds no whole 4-byte tags",
+                        "use a head_dim that is a multiple of 4")  # fmt: skip
+    return CacheForm(shape.block_size, endpoint.side.layout, endpoint.side.order, shape.kv_dtype)
 
 
 def _timers(given: ScenarioTimers) -> Timers:
@@ -142,9 +153,10 @@ def _requests(setup: Setup, keys: Injector) -> tuple[RequestCase, ...]:
 
     def blocks(side: Side, dp: int, request: Request) -> tuple[int, ...]:
         fixed = request.prefill_blocks if side == "prefill" else request.decode_blocks
-        if not pools[side, dp].fits(request.blocks, fixed):
+        count = request.prefill_size if side == "prefill" else request.blocks
+        if not pools[side, dp].fits(count, fixed):
             raise TierError(f"{side}.num_blocks", "too few for all requests at once", "raise it: the connector tier never queues")
-        return tuple(int(block) for block in pools[side, dp].take(request.index, request.blocks, fixed))
+        return tuple(int(block) for block in pools[side, dp].take(request.index, count, fixed))
 
     return tuple(
         _request(setup, keys, request, blocks("prefill", request.prefill_dp, request), blocks("decode", request.decode_dp, request))
@@ -159,10 +171,10 @@ def _request(
     if request.rejected:
         asked = f"{setup.router.name} sends it to DP rank {request.prefill_dp}, which decode lacks"
         raise TierError(f"requests[{request.index}]", asked, "set its decode_dp: the connector tier has no front end to reject it")
-    if request.prompt_tokens % scenario.block_size:
-        whole = request.blocks * scenario.block_size
-        raise TierError(f"requests[{request.index}].prompt_tokens",
-                        f"{request.prompt_tokens} tokens: no whole blocks of {scenario.block_size}", f"use {whole}")  # fmt: skip
+    tokens = setup.decode.shape.block_size
+    if request.prompt_tokens % tokens:
+        problem = f"{request.prompt_tokens} tokens: no whole blocks of {tokens}"
+        raise TierError(f"requests[{request.index}].prompt_tokens", problem, f"use {request.blocks * tokens}")
     values = {
         "transfer_id": f"tx-{request.index:032x}",
         "prefill.tp": setup.prefill.tp,
@@ -210,7 +222,7 @@ def _cache_mb(case: ConnectorCase) -> int:
     for side in ("prefill", "decode"):
         size = case.prefill if side == "prefill" else case.decode
         heads = len(model.owned_heads(0, size.tp))
-        a_block = model.layers * model.planes * heads * model.width * case.block_size * 4
+        a_block = model.layers * model.planes * heads * model.width * size.cache.block_size * 4
         copies = 2 if side == "decode" and case.mode == "read" else 1
         total += copies * size.tp * a_block * sum(len(request.prefill_blocks) for request in case.requests)
     return round(total / 1e6)

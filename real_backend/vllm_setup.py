@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from real_backend.case import ConnectorCase, ModelShape, Side
+from real_backend.case import CacheForm, ConnectorCase, ModelShape, Side
 from real_backend.processes import HOST as HOST
 from real_backend.processes import Ports
 
@@ -118,6 +118,12 @@ def has_head_axis() -> bool:
     return hasattr(importlib.import_module("vllm.v1.kv_cache_interface").AttentionSpec, "num_states")
 
 
+def torch_dtype(cache: CacheForm) -> Any:
+    """Return the type of a cache's values; vLLM keeps fp8 in bytes."""
+    names = {"fp8": "uint8", "bf16": "bfloat16", "fp16": "float16", "fp32": "float32", None: "float32"}
+    return getattr(importlib.import_module("torch"), names[cache.kv_dtype])
+
+
 class _AttentionBackend:
     @staticmethod
     def get_name() -> str:
@@ -161,7 +167,7 @@ class ConfigFactory:
         def build(dp: int, rank: int) -> Any:
             return config.VllmConfig(
                 model_config=self._model(case.model, math.lcm(16, case.model.heads, size.tp)),
-                cache_config=config.CacheConfig(block_size=case.block_size),
+                cache_config=config.CacheConfig(block_size=size.cache.block_size),
                 parallel_config=config.ParallelConfig(
                     tensor_parallel_size=size.tp,
                     data_parallel_size=dp,
@@ -218,15 +224,14 @@ def _connector_settings(case: ConnectorCase, ports: Ports) -> dict[str, Any]:
 
 
 def _kv_cache_config(case: ConnectorCase, side: Side) -> Any:
-    torch: Any = importlib.import_module("torch")
     interface = importlib.import_module("vllm.v1.kv_cache_interface")
     size = case.engine(side)
     kind = interface.MLAAttentionSpec if case.model.mla else interface.FullAttentionSpec
     spec = kind(
-        block_size=case.block_size,
+        block_size=size.cache.block_size,
         num_kv_heads=len(case.model.owned_heads(0, size.tp)),
         head_size=case.model.width,
-        dtype=torch.float32,
+        dtype=torch_dtype(size.cache),
     )
     group = interface.KVCacheGroupSpec(layer_names(case.model), spec)
     return interface.KVCacheConfig(num_blocks=size.num_blocks, kv_cache_tensors=[], kv_cache_groups=[group])
