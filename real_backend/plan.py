@@ -214,7 +214,7 @@ _FORMS: tuple[tuple[EngineSize, EngineSize, ModelShape], ...] = (
         for p, d in ((2, 2), (2, 4), (4, 2))
     ),
     *(
-        (EngineSize(2, cache=here), EngineSize(2, cache=there), _GQA8)
+        (EngineSize(1, cache=here), EngineSize(1, cache=there), _GQA8)
         for here, there in (
             (_INTERLEAVED, _SPLIT),
             (_SPLIT, _INTERLEAVED),
@@ -230,12 +230,12 @@ _FORMS: tuple[tuple[EngineSize, EngineSize, ModelShape], ...] = (
     ),
     (EngineSize(4, cache=_INTERLEAVED), EngineSize(2), _GQA8),
     (EngineSize(2, cache=_MIXED), EngineSize(4), _GQA8),
-    *((EngineSize(2, num_blocks=24, cache=form), EngineSize(2, cache=form), _GQA8) for form in (_SPLIT, _INTERLEAVED)),
-    (EngineSize(2, cache=_LARGE_BLOCKS), EngineSize(2), _MLA),
-    (EngineSize(2), EngineSize(2, cache=_LARGE_BLOCKS), _MLA),
-    (EngineSize(2, cache=_BF16), EngineSize(2, cache=_FP8), _MLA),
-    (EngineSize(2, cache=CacheForm(layout="latent")), EngineSize(2, cache=CacheForm(layout="latent")), _MLA),
-    (EngineSize(2, cache=CacheForm(layout="standard")), EngineSize(2, cache=CacheForm(layout="standard")), _MLA),
+    *((EngineSize(1, num_blocks=24, cache=form), EngineSize(1, cache=form), _GQA8) for form in (_SPLIT, _INTERLEAVED)),
+    (EngineSize(1, cache=_LARGE_BLOCKS), EngineSize(1), _MLA),
+    (EngineSize(1), EngineSize(1, cache=_LARGE_BLOCKS), _MLA),
+    (EngineSize(1, cache=_BF16), EngineSize(1, cache=_FP8), _MLA),
+    (EngineSize(1, cache=CacheForm(layout="latent")), EngineSize(1, cache=CacheForm(layout="latent")), _MLA),
+    (EngineSize(1, cache=CacheForm(layout="standard")), EngineSize(1, cache=CacheForm(layout="standard")), _MLA),
 )
 
 
