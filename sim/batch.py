@@ -53,7 +53,7 @@ def _by_local_strides(local: CacheShape, remote: CacheShape, here: Codes, there:
     """Where runs start on each side, and how long they are, in bytes."""
     taken, peer = local.taken_for, remote.taken_for
     strides = taken.strides
-    planes = 1 if taken.packed else taken.planes
+    planes = taken.apart
     v_there = strides["b"] * peer.num_blocks if taken.memory.startswith("p") else strides["p"]
     plane = np.arange(planes)
     starts_here, starts_there = (
@@ -89,11 +89,12 @@ def _heads_at(taken: CacheShape, blocks: Codes, first: int, count: int) -> Codes
 
 def _slice_entries(mine: CacheShape, theirs: CacheShape, read: Codes, written: Codes, count: int) -> int:
     """Work requests of a slice: a run is all heads, all tokens of a head, or one head of one token, whatever both sides have."""
-    planes = 1 if mine.packed else mine.planes
+    planes = mine.apart
     everything = count == mine.heads == theirs.heads
-    head_major = [shape.strides["t"] * shape.head_bytes == shape.content_bytes for shape in (mine, theirs)]
+    one = mine.block_size == 1  # token, of which both orders are one
+    head_major = [one or shape.strides["t"] * shape.head_bytes == shape.content_bytes for shape in (mine, theirs)]
     if head_major[0] != head_major[1]:
-        return planes * len(read) * (count * mine.block_size if mine.block_size > 1 else 1)
+        return planes * len(read) * count * mine.block_size
     if not everything:
         return planes * len(read) * (1 if head_major[0] else mine.block_size)
     if mine.memory[0] != theirs.memory[0]:

@@ -214,8 +214,12 @@ def _crash_causes(world: World, endpoint: Endpoint, leg: str, error: str) -> lis
         return [_cause(release, "late_report")]
     if error.startswith("TransferError"):
         return [_cause(release, "write_failure" if world.mode == "write" else "read_barrier")]
+    if "unsupported cache shape" in error:
+        return [_cause(release, "cache_layouts")]
     if world.mode == "read" and error.startswith(("NotImplementedError", "MoRIIOError", "ValueError: TP sizes")):
         return [_cause(release, "read_guard")]
+    if world.mode == "read" and "at the peer" in error:
+        return [*_unlike_caches(world), _cause(release, "read_guard")]
     if world.mode == "write" and leg == "prefill" and "TP size" in error:
         return [_cause(release, "write_map_error")]
     return []
@@ -275,15 +279,27 @@ def _wrong_content(world: World, ranks: list[RankCoverage]) -> list[Finding]:
     writers: dict[str, set[str]] = defaultdict(set)
     for _, _, source, rank, _, _, _ in world.history.rows_of("wrote", "read"):
         writers[rank].add(source)
-    causes = []
+    causes = _unlike_caches(world)
     if shared := [name for name in wrong if len(writers[name]) > 1]:
         causes.append(f"several ranks moved into {span(shared)}; where they meet, the last one wins")
     unlike = len({_block_count(world, side) for side in ("prefill", "decode")}) > 1
     if world.mode == "read" and (unlike or any(t.request.suffix_only for t in world.transfers)):
         causes.append(_cause(decode.release, "read_pairing"))
-    elif world.mode == "write" and world.setup.prefill.shape.heads != decode.shape.heads:
+    elif world.mode == "write" and not world.setup.prefill.shape.same_blocks(decode.shape):
         causes.append(_cause(world.setup.prefill.release, "write_plan"))
     return [Finding(kind="wrong-content", text=f"{span(wrong)} used cells that hold something else", causes=causes)]
+
+
+def _unlike_caches(world: World) -> list[str]:
+    """In what the caches of the two sides differ; few releases compare them."""
+    here, there = world.setup.prefill.shape, world.setup.decode.shape
+    alike = here.memory == there.memory
+    pairs = [
+        ("blocks hold", f"{here.block_size} tokens", f"{there.block_size} tokens"),
+        ("KV is", here.kv_dtype, there.kv_dtype),
+        *([] if alike else [("caches are", f"{here.layout} {here.order}", f"{there.layout} {there.order}")]),
+    ]
+    return [f"prefill's {what} {mine}, decode's {theirs}" for what, mine, theirs in pairs if mine != theirs]
 
 
 def _block_count(world: World, side: str) -> int:
@@ -304,7 +320,7 @@ def _task_failures(world: World) -> list[Finding]:
             kind="transfer-failed",
             text=f"{span(actors)}: {detail}; " + ("the rank reports the transfer finished and tells decode nothing"
                                                    if world.mode == "write" else "its blocks stay as they were"),
-            causes=[_cause(release, "write_plan" if world.mode == "write" else "read_failure"),
+            causes=[*_unlike_caches(world), _cause(release, "write_plan" if world.mode == "write" else "read_failure"),
                     *peer_tp_causes(release, _leg(world, side, requests[detail]))],
         )
         for detail, actors in grouped.items()

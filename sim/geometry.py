@@ -129,14 +129,14 @@ class CacheShape(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return self.heads, self.block_size, taken.content_bytes, *strides
 
     @property
-    def packed(self) -> bool:
-        """Whether K and V of a (token, head) lie together."""
-        return self.memory.endswith("p")
+    def apart(self) -> int:
+        """Planes that lie apart: K and V packed into one content do not."""
+        return 1 if self.layout in ("packed", "standard") else self.planes
 
     @property
     def content_bytes(self) -> int:
         """Bytes of a (token, head) that lie together: of K and V, or of one of them."""
-        return self.head_bytes * (self.planes if self.packed else 1)
+        return self.head_bytes * (self.planes // self.apart)
 
     @cached_property
     def _sizes(self) -> dict[str, int]:
@@ -167,6 +167,7 @@ def check_slices(mine: CacheShape, theirs: CacheShape) -> None:
     for what, here, there in (
         ("tokens a block", mine.block_size, theirs.block_size),
         ("bytes a head", mine.content_bytes, theirs.content_bytes),
+        ("planes apart", mine.apart, theirs.apart),
     ):
         if here != there:
             raise PeerRefusal("ValueError", f"{here} {what} here, {there} at the peer")

@@ -16,6 +16,7 @@ import numpy as np
 from sim.clock import stream
 from sim.errors import InputError, nearest
 from sim.fabric import FABRICS
+from sim.geometry import AXES
 from sim.grid import EVENT_FAULT_KINDS, event_fault_texts, key_fault_bodies, legs_of, request_count, side_of, sizes_of
 from sim.policies import POLICIES
 from sim.presets import DTYPE_BYTES
@@ -249,6 +250,40 @@ def _draw_events(rng: Rng, draft: Draft) -> None:
     draft["faults"] = [*draft.get("faults", ()), *faults]
 
 
+def _draw_layouts(rng: Rng, draft: Draft) -> None:
+    """Both sides' caches in an order other than the usual; a latent has only one that a release takes."""
+    if "mla" in draft.get("model", ""):
+        return
+    layout, order = pick(rng, _layouts(draft))
+    for name in ("prefill", "decode"):
+        side_of(draft, name).update(layout=layout, order=order)
+
+
+def _layouts(draft: Draft) -> list[tuple[str, str]]:
+    """Layouts and orders of K and V that both releases take."""
+    releases = [get_release(draft.get(name) or draft["release"]) for name in ("release", "decode_release")]
+    known = [(layout, order) for layout, order in AXES if layout != "latent"]
+    return [pair for pair in known if all(release.call("cache_layouts")(pair[0], False) for release in releases)]
+
+
+def _draw_unlike(rng: Rng, draft: Draft) -> None:
+    """One side's caches differ from the other's, in their order, their dtype or the size of a block."""
+    side = side_of(draft, pick(rng, ("prefill", "decode")))
+    what, size = pick(rng, ("layout", "kv_dtype", "block_size")), draft.get("block_size", 16)
+    if what == "layout" and "mla" not in draft.get("model", ""):
+        side["layout"], side["order"] = pick(rng, _layouts(draft))
+    elif what == "kv_dtype":
+        side["kv_dtype"] = pick(rng, tuple(DTYPE_BYTES))
+    elif what == "block_size":
+        requests = draft.get("requests")
+        specs = requests if isinstance(requests, list) else []
+        larger = size * pick(rng, (2, 4))
+        tokens = [draft["prompt_tokens"], *(spec.get("prompt_tokens", larger) for spec in specs)]
+        # Blocks that were drawn by number are as many as the usual size wants.
+        if not any("prefill_blocks" in spec for spec in specs) and all(count % larger == 0 for count in tokens):
+            side["block_size"] = larger
+
+
 # To add a feature, add a line. They draw in this order, so one may look at what those above it have drawn.
 FEATURES: dict[str, Feature] = {
     "release": Feature(_draw_release, chance=0.9),
@@ -275,10 +310,12 @@ FEATURES: dict[str, Feature] = {
     "overrides": Feature(_draw_overrides, chance=0.3, full=True),
     "keys": Feature(_draw_keys),
     "events": Feature(_draw_events, chance=0.25),
+    "layouts": Feature(_draw_layouts, chance=0.2),
+    "unlike": Feature(_draw_unlike, chance=0.15),
 }
-# What `--no-faults` leaves out: a router that sends wrong sizes, pods of which no router tells and a send queue that is
-# too small are faults like any other.
-FAULTY = ("pods", "router", "rdma", "keys", "events")
+# What `--no-faults` leaves out: a router that sends wrong sizes, pods of which no router tells, a send queue that is too
+# small and caches that do not fit each other are faults like any other.
+FAULTY = ("pods", "router", "rdma", "keys", "events", "unlike")
 
 
 class Swarm(msgspec.Struct, frozen=True, kw_only=True):
