@@ -30,6 +30,7 @@ from sim.corpus import (
     spans,
 )
 from sim.result import GOOD
+from sim.setup import Endpoint
 
 REPORTS = load_corpus()
 CASES = list(cases(REPORTS))
@@ -37,6 +38,12 @@ ROWS: dict[str, dict[str, Any]] = {
     row["id"]: row for row in tomllib.loads((Path(__file__).parent / "data" / "measured.toml").read_text())["row"]
 }
 MEASURED = [case for case in CASES if case.expected.row]
+
+
+def engine(endpoint: Endpoint) -> dict[str, Any]:
+    """One side as a row has it: what is said of its caches, or nothing."""
+    said = {name: getattr(endpoint.side, name) for name in ("block_size", "layout", "order", "kv_dtype")}
+    return {"tp": endpoint.tp, "dp": endpoint.dp} | {name: value for name, value in said.items() if value is not None}
 
 
 def name_of(case: Case) -> str:
@@ -58,8 +65,8 @@ def test_row_confirms_the_expectation(case: Case) -> None:
     row, setup, want = ROWS[f"{case.release}/{case.expected.row}"], resolve(case.scenario), case.expected
     mine = {
         "mode": case.scenario.mode,
-        "prefill": {"tp": setup.prefill.tp, "dp": setup.prefill.dp},
-        "decode": {"tp": setup.decode.tp, "dp": setup.decode.dp},
+        "prefill": engine(setup.prefill),
+        "decode": engine(setup.decode),
         "router": setup.router.name,
         "faults": list(case.scenario.faults),
         "requests": len(setup.requests),
