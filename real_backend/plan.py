@@ -241,6 +241,7 @@ _FORMS: tuple[tuple[EngineSize, EngineSize, ModelShape], ...] = (
 
 def _cache_cells(release: str, router: str) -> Iterator[Cell]:
     """Yield the cells of caches that lie otherwise than usual, or not alike."""
-    for mode in ("write", "read"):
+    modes: tuple[Mode, ...] = ("write", "read")
+    for mode in modes:
         for prefill, decode, model in _FORMS:
-            yield Cell(release, "write" if mode == "write" else "read", prefill, decode, model, router)
+            yield Cell(release, mode, prefill, decode, model, router)
