@@ -89,17 +89,17 @@ def _heads_at(taken: CacheShape, blocks: Codes, first: int, count: int) -> Codes
 
 def _slice_entries(mine: CacheShape, theirs: CacheShape, read: Codes, written: Codes, count: int) -> int:
     """Work requests of a slice: a run is all heads, all tokens of a head, or one head of one token, whatever both sides have."""
-    planes = mine.apart
-    everything = count == mine.heads == theirs.heads
+    blocks = mine.apart * len(read)  # of one plane each
+    joined = 0
+    if count == mine.heads == theirs.heads and mine.memory[0] == theirs.memory[0]:
+        joined = blocks - (mine.apart if mine.memory.startswith("p") else 1) * runs(read, written)
     one = mine.block_size == 1  # token, of which both orders are one
     head_major = [one or shape.strides["t"] * shape.head_bytes == shape.content_bytes for shape in (mine, theirs)]
     if head_major[0] != head_major[1]:
-        return planes * len(read) * count * mine.block_size
-    if not everything:
-        return planes * len(read) * (1 if head_major[0] else mine.block_size)
-    if mine.memory[0] != theirs.memory[0]:
-        return planes * len(read)
-    return (planes if mine.memory.startswith("p") else 1) * runs(read, written)
+        return blocks * count * mine.block_size - joined  # the last of a block and the first of the next may still meet
+    if count == mine.heads == theirs.heads or head_major[0]:
+        return blocks - joined
+    return blocks * mine.block_size
 
 
 def _merged(here: Codes, there: Codes, length: int) -> int:

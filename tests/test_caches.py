@@ -116,7 +116,7 @@ def merged(entries: list[tuple[int, int, int]]) -> int:
 
 
 @given(slices())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=500, deadline=None)
 def test_work_requests_of_slices(case: tuple[CacheShape, CacheShape, Slice, list[tuple[int, int]]]) -> None:
     """The closed form against runs that are merged one by one."""
     mine, theirs, part, pairs = case
