@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from faults import KINDS, EventFault, Fault, parse_fault
+from sim.geometry import block_tables
 
 Mode = Literal["write", "read"]
 Side = Literal["prefill", "decode"]
@@ -20,13 +21,38 @@ DecodeLeg = Leg | Callable[[Mapping[str, Any]], Leg]
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """The KV geometry of a model with one attention group. `kv_heads` 0 means MLA with `latent + rope` values a token."""
+    """The KV geometry of a model. `kv_heads` 0 means MLA with `latent + rope` values a token.
+
+    A layer attends to the last `window` tokens (0: to all); the layers `minor_layers` are as `minor` says.
+    """
 
     layers: int
     kv_heads: int = 0
     head_dim: int = 8
     latent: int = 64
     rope: int = 16
+    window: int = 0
+    minor: ModelShape | None = None
+    minor_layers: tuple[int, ...] = ()
+
+    @property
+    def alike(self) -> bool:
+        """Whether all layers are alike, and attend to all tokens."""
+        return not self.window and self.minor is None
+
+    @property
+    def tables(self) -> tuple[tuple[int, ...], ...]:
+        """The layers of each block table, as vLLM's hybrid KV cache manager makes them."""
+        return block_tables([self.at(layer).window for layer in range(self.layers)])
+
+    @property
+    def table_of(self) -> tuple[int, ...]:
+        """The block table of each layer."""
+        return tuple(next(t for t, layers in enumerate(self.tables) if layer in layers) for layer in range(self.layers))
+
+    def at(self, layer: int) -> ModelShape:
+        """What this layer is like."""
+        return self.minor if self.minor is not None and layer in self.minor_layers else self
 
     @property
     def mla(self) -> bool:
@@ -37,6 +63,12 @@ class ModelShape:
     def heads(self) -> int:
         """Heads that the coverage rule counts: an MLA latent is one head."""
         return 1 if self.mla else self.kv_heads
+
+    @property
+    def room(self) -> tuple[int, int, int]:
+        """Planes, heads and width that hold those of every layer."""
+        kinds = (self, self.minor) if self.minor is not None else (self,)
+        return max(k.planes for k in kinds), max(k.heads for k in kinds), max(k.width for k in kinds)
 
     @property
     def planes(self) -> int:
@@ -59,9 +91,18 @@ class ModelShape:
         return range(head, head + 1)
 
     def __str__(self) -> str:
+        own = self._own
+        if self.minor is None:
+            return f"layers={self.layers},{own}"
+        kind = "full" if self.window else "mla" if self.minor.mla else "gqa"
+        other = "" if self.window else f",{self.minor._own}"
+        return f"layers={self.layers},{own}{other},{kind}_every={self.minor_layers[0] + 1}"
+
+    @property
+    def _own(self) -> str:
         if self.mla:
-            return f"layers={self.layers},mla={self.latent}+{self.rope}"
-        return f"layers={self.layers},kv_heads={self.kv_heads},head_dim={self.head_dim}"
+            return f"mla={self.latent}+{self.rope}"
+        return f"kv_heads={self.kv_heads},head_dim={self.head_dim}" + (f",window={self.window}" if self.window else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +130,9 @@ class EngineSize:
     dp: int = 1
     num_blocks: int = USUAL_POOL
     cache: CacheForm = CacheForm()
+    hybrid_kv: bool = True
+    """Whether layers that look back unequally far have block tables of their own (vLLM's hybrid KV cache manager)."""
+    lookahead_tokens: int = 0
 
     def rank_name(self, side: Side, dp: int, tp: int) -> str:
         """Name a rank as results do: `D3`, or `D1.3` when the engine has several DP ranks."""
@@ -98,7 +142,10 @@ class EngineSize:
 
 @dataclass(frozen=True, slots=True)
 class RequestCase:
-    """One request: where its two legs go, the blocks it gets there and the two legs as they leave the router."""
+    """One request: where its two legs go, the blocks it gets there and the two legs as they leave the router.
+
+    The blocks of several tables stand one table after another; 0 is vLLM's null block, for what has left a window.
+    """
 
     prefill_blocks: tuple[int, ...]
     decode_blocks: tuple[int, ...]
@@ -121,13 +168,19 @@ class RequestCase:
         """Return its blocks on one of the two engines."""
         return self.prefill_blocks if side == "prefill" else self.decode_blocks
 
+    def tables(self, side: Side, count: int) -> tuple[tuple[int, ...], ...]:
+        """Return its blocks by block table, when the model has `count` of them."""
+        blocks = self.blocks(side)
+        each = len(blocks) // count
+        return tuple(blocks[first : first + each] for first in range(0, len(blocks), each)) if each else ((),) * count
+
     def placement(self) -> dict[str, Any]:
         """Return where it goes, in the fields of a scenario's request."""
         fields: dict[str, Any] = {
             "prefill_dp": self.prefill_dp,
             "decode_dp": self.decode_dp,
-            "prefill_blocks": list(self.prefill_blocks),
-            "decode_blocks": list(self.decode_blocks),
+            "prefill_blocks": [block for block in self.prefill_blocks if block],
+            "decode_blocks": [block for block in self.decode_blocks if block],
         }
         if self.external_zero:
             fields["external_zero"] = True
@@ -193,6 +246,14 @@ class ConnectorCase:
         """Return the prompt tokens of a request."""
         return self.requests[request].prompt_tokens or self.prompt_tokens
 
+    def tables(self, side: Side) -> int:
+        """Return how many block tables a request has on an engine."""
+        return len(self.model.tables) if self.engine(side).hybrid_kv else 1
+
+    def table_of(self, side: Side) -> tuple[int, ...]:
+        """Return the block table of each layer."""
+        return self.model.table_of if self.engine(side).hybrid_kv else (0,) * self.model.layers
+
     @property
     def ranks(self) -> int:
         """Worker processes of both engines."""
@@ -222,6 +283,19 @@ class Coverage:
     missing: float
     stray: int = 0
 
+    @classmethod
+    def over(cls, parts: Sequence[tuple[int, Coverage]]) -> Coverage:
+        """Return the coverage of several parts, each with its number of cells."""
+        if len(parts) == 1:
+            return parts[0][1]
+        total = max(1, sum(cells for cells, _ in parts))
+
+        def share(name: str) -> float:
+            found: int = sum(round(getattr(part, name) * cells) for cells, part in parts)
+            return found / total
+
+        return cls(share("covered"), share("wrong"), share("missing"), sum(part.stray for _, part in parts))
+
 
 @dataclass(frozen=True, slots=True)
 class Raised:
@@ -242,13 +316,14 @@ class RankReport:
     """What one worker saw. `notices` are the control messages that its notify listener took in, in order.
 
     `wrote_to` maps a peer's engine key to the ranges (address there, bytes) that were written without an error,
-    `read_from` to the number of bytes that were read.
+    `read_from` to the number of bytes that were read, in so many `reads`.
     """
 
     name: str
     notices: tuple[dict[str, Any], ...] = ()
     wrote_to: dict[str, tuple[tuple[int, int], ...]] = field(default_factory=dict)
     read_from: dict[str, int] = field(default_factory=dict)
+    reads: int = 0
     failed_batches: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     bound: tuple[int, ...] = ()

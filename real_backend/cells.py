@@ -17,10 +17,12 @@ View = npt.NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class Cells:
-    """The cells of one rank, which holds the global `heads`. Prompts are whole blocks of `block_size` tokens.
+    """The cells of one rank in layers that are alike, of which it holds the global `heads`.
 
-    `axes` names the axes in memory as `sim.geometry.AXES` does. A (token, head) takes up `width` tags of 4 bytes. With
-    `foreign_dtype` no tag that the peer writes is what is needed.
+    Prompts are whole blocks of `block_size` tokens. `axes` names the axes in memory as `sim.geometry.AXES` does. A (token,
+    head) takes up `width` tags of 4 bytes. With `foreign_dtype` no tag that the peer writes is what is needed. `layers`
+    are the numbers of those layers, and `room` the planes, heads and width that hold those of every layer of the model
+    (None: these are all its layers).
     """
 
     model: ModelShape
@@ -30,9 +32,20 @@ class Cells:
     axes: str = "pbth"
     width: int = 0
     foreign_dtype: bool = False
+    layers: tuple[int, ...] | None = None
+    room: tuple[int, int, int] | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "width", self.width or self.model.width)
+
+    @property
+    def numbers(self) -> Sequence[int]:
+        """The numbers of its layers in the model."""
+        return range(self.model.layers) if self.layers is None else self.layers
+
+    def cells(self, blocks: int) -> int:
+        """Return how many cells so many blocks have in all its layers."""
+        return len(self.numbers) * self.model.planes * len(self.heads) * blocks
 
     def memory(self, num_blocks: int) -> tuple[list[int], list[int]]:
         """Return the lengths of a cache's axes in memory, tags last, and where in `View` its axes come from."""
@@ -48,8 +61,8 @@ class Cells:
     @property
     def values_a_request(self) -> int:
         """Numbers that one request's content takes up."""
-        model = self.model
-        return self.prompt_tokens * model.layers * model.planes * model.heads * model.width
+        planes, heads, width = self.room or self.model.room
+        return self.prompt_tokens * self.model.layers * planes * heads * width
 
     def identity(self, request: int, block: int, place: tuple[int, int, int]) -> View:
         """Return the content of one cell, [block_size, width]: numbers never used elsewhere in the run, never 0.
@@ -57,14 +70,14 @@ class Cells:
         `block` counts the request's blocks from 0; `place` is (layer, plane, global head). Raises ValueError if 31 bits
         can't number every value.
         """
-        model = self.model
+        planes, heads, width = self.room or self.model.room
         layer, plane, head = place
         if (request + 1) * self.values_a_request >= 2**31:
             raise ValueError("too many values for 31-bit tags: use fewer layers, heads or tokens")
         first = block * self.block_size
         tokens = np.arange(first, first + self.block_size, dtype=np.int64)[:, None]
-        slot = ((tokens * model.layers + layer) * model.planes + plane) * model.heads + head
-        tags = request * self.values_a_request + slot * model.width + np.arange(self.width, dtype=np.int64) + 1
+        slot = ((tokens * self.model.layers + layer) * planes + plane) * heads + head
+        tags = request * self.values_a_request + slot * width + np.arange(self.width, dtype=np.int64) + 1
         return (-tags if self.foreign_dtype else tags).astype(np.int32)
 
     def fill(self, view: View, layer: int, request: int, blocks: Collection[int]) -> None:
@@ -83,15 +96,17 @@ class Cells:
             found += int(by_cell(others).sum())
         return found
 
-    def grade(self, layers: Sequence[View], request: int, blocks: Collection[int], taken: Collection[int] | None) -> Coverage:
-        """Compare a request's cells with what this rank needs.
+    def grade(
+        self, layers: Sequence[View], request: int, blocks: Collection[int], taken: Collection[int] | None, first: int = 0
+    ) -> Coverage:
+        """Compare a request's cells with what this rank needs: `blocks` are those of its prompt from block `first` on.
 
         `taken` are the blocks of every request on this rank; None: strays aren't looked for.
         """
         counts = {"covered": 0, "wrong": 0, "missing": 0}
         stray = 0
-        for layer, view in enumerate(layers):
-            for position, block in enumerate(blocks):
+        for layer, view in zip(self.numbers, layers, strict=False):
+            for position, block in enumerate(blocks, first):
                 for plane in range(self.model.planes):
                     for slot, head in enumerate(self.heads):
                         need = self.identity(request, position, (layer, plane, head))

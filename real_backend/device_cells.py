@@ -25,7 +25,9 @@ class DeviceCells(Cells):
         if blocks:
             view[:, list(blocks)] = self._needed(view, layer, request, len(blocks))
 
-    def grade(self, layers: Sequence[Any], request: int, blocks: Collection[int], taken: Collection[int] | None) -> Coverage:
+    def grade(
+        self, layers: Sequence[Any], request: int, blocks: Collection[int], taken: Collection[int] | None, first: int = 0
+    ) -> Coverage:
         covered = wrong = total = stray = 0
         for layer, view in enumerate(layers):
             if blocks:

@@ -136,30 +136,29 @@ class DeviceRank(Rank):
 
     def _allocate(self) -> tuple[dict[str, Any], list[View]]:
         torch: Any = importlib.import_module("torch")
-        host_cells = self._cells
-        device_cells = DeviceCells(**{each.name: getattr(host_cells, each.name) for each in fields(host_cells)})
+        (part,) = self._parts  # models of unlike layers are refused on this tier
+        host_cells = part.cells
+        cells = part.cells = DeviceCells(**{each.name: getattr(host_cells, each.name) for each in fields(host_cells)})
         if self._device == "cpu":
             caches, _ = super()._allocate()
-            self._cells = device_cells
             flat = [cache.view(-1).view(torch.int32) for cache in caches.values()]
-            return caches, [self._cells.view(each, self._size.num_blocks) for each in flat]
-        self._cells = device_cells
+            return caches, [cells.view(each, self._size.num_blocks) for each in flat]
         torch.cuda.set_device(self._device)
-        shape = self._cache_shape()
-        length, names = math.prod(self._cells.memory(self._size.num_blocks)[0]), layer_names(self._case.model)
+        shape = self._cache_shape(cells)
+        length, names = math.prod(cells.memory(self._size.num_blocks)[0]), layer_names(self._case.model)
         caches, views = {}, []
         for name in names:
             whole = torch.zeros(-(-length * 4 // _SEGMENT) * _SEGMENT // 4, dtype=torch.int32, device=self._device)
             caches[name] = whole[:length].view(torch_dtype(self._size.cache)).view(shape)
-            views.append(self._cells.view(whole[:length], self._size.num_blocks))
-        self._warm_up(views[0])
+            views.append(cells.view(whole[:length], self._size.num_blocks))
+        self._warm_up(cells, views[0])
         return caches, views
 
-    def _warm_up(self, view: View) -> None:
+    def _warm_up(self, cells: DeviceCells, view: View) -> None:
         """Compile and load what a run uses, so that its first layer takes no longer than the others."""
         torch: Any = importlib.import_module("torch")
-        self._cells.fill(view, 0, 0, (0,))
-        self._cells.grade([view], 0, (0,), ())
+        cells.fill(view, 0, 0, (0,))
+        cells.grade([view], 0, (0,), ())
         torch.as_tensor(view).zero_()
         torch.cuda.synchronize()
 

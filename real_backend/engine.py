@@ -145,7 +145,7 @@ class Engine(threading.Thread):
 
     def _admit(self, index: int, request_id: str, leg: Leg) -> Tracked | None:
         plan = self.case.requests[index]
-        blocks = plan.blocks(self.side)
+        blocks = plan.tables(self.side, self.case.tables(self.side))
         request = self.tracked[request_id] = Tracked(index, request_id)
         self._progress()
         abort = self._aborts.get(index)
@@ -154,7 +154,8 @@ class Engine(threading.Thread):
             abort.note()
             request.state = "ended"
             return None if self.dead else request
-        admission = self._ask_scheduler("admit", request_id, leg, blocks, self.side == "decode" and plan.external_zero)
+        external_zero = self.side == "decode" and plan.external_zero
+        admission = self._ask_scheduler("admit", request_id, leg, blocks, self.case.tokens(index), external_zero)
         if admission is None:
             return None
         request.state = "waiting" if admission.wait else "running"

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import msgspec
 
 from real_backend.doctor import Place, examine, lacking
-from real_backend.translate import to_job
+from real_backend.translate import refuse_unlike_layers, to_job
 from real_backend.trees import choose
 from sim.errors import TierError
 from sim.result import Result
@@ -54,7 +54,9 @@ def check_hardware(chosen: Literal["rdma", "xgmi"]) -> None:
 
 def launch(scenario: Scenario, vllm: str, options: tuple[str, ...], limit_s: float = _LIMIT_S) -> Result:
     """Start torchrun on this machine with one process a rank, and read the result that its first rank writes."""
-    ranks = to_job(scenario).case.ranks
+    job = to_job(scenario)
+    refuse_unlike_layers(job)
+    ranks = job.case.ranks
     with tempfile.TemporaryDirectory(prefix="kvcover-") as work:
         given, written, log = Path(work) / "scenario.json", Path(work) / "result.json", Path(work) / "log"
         given.write_bytes(msgspec.json.encode(scenario))

@@ -178,7 +178,10 @@ def _describe(cell: Cell) -> Row:
     def size(engine: EngineSize) -> Row:
         usual = CacheForm()
         form = {field.name: getattr(engine.cache, field.name) for field in fields(usual)}
-        return {"tp": engine.tp, "dp": engine.dp} | {k: v for k, v in form.items() if v != getattr(usual, k)}
+        unusual = {k: v for k, v in form.items() if v != getattr(usual, k)}
+        unusual |= {} if engine.hybrid_kv else {"hybrid_kv": False}
+        unusual |= {"lookahead_tokens": engine.lookahead_tokens} if engine.lookahead_tokens else {}
+        return {"tp": engine.tp, "dp": engine.dp} | unusual
 
     return {
         "id": cell.id,

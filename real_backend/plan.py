@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from faults import Injector, parse_fault
-from real_backend.case import USUAL_POOL, CacheForm, ConnectorCase, EngineSize, Mode, ModelShape, RequestCase
+from real_backend.case import USUAL_POOL, CacheForm, ConnectorCase, EngineSize, Mode, ModelShape, RequestCase, Side
 from sim.dispatch import Dispatch
+from sim.releases import get_release
 from sim.routers import get_router
 
 RELEASES = ("0.24.0", "0.25.1", "0.26.0", "0.27.0", "0.28.0", "0.29.0", "0.30.0", "0.31.0", "0.32.0", "0.33.0")
@@ -15,10 +17,19 @@ RELEASES = ("0.24.0", "0.25.1", "0.26.0", "0.27.0", "0.28.0", "0.29.0", "0.30.0"
 _MLA = ModelShape(layers=2)
 _GQA8 = ModelShape(layers=2, kv_heads=8, head_dim=8)
 _GQA2 = ModelShape(layers=2, kv_heads=2, head_dim=8)
-_LABELS = {_MLA: "mla", _GQA8: "gqa8", _GQA2: "gqa2"}
+_SLIDING = ModelShape(layers=4, kv_heads=8, head_dim=8, window=32, minor=ModelShape(4, kv_heads=8), minor_layers=(1, 3))
+_ALL_SLIDING = ModelShape(layers=2, kv_heads=2, head_dim=8, window=40)
+_GQA8_MLA = ModelShape(layers=3, kv_heads=8, head_dim=8, minor=ModelShape(3), minor_layers=(1,))
+_GQA2_MLA = ModelShape(layers=3, kv_heads=2, head_dim=8, minor=ModelShape(3), minor_layers=(1,))
+_MLA_GQA8 = ModelShape(layers=3, minor=ModelShape(3, kv_heads=8), minor_layers=(1,))
+_LABELS = {
+    _MLA: "mla", _GQA8: "gqa8", _GQA2: "gqa2", _SLIDING: "sliding", _ALL_SLIDING: "all-sliding",
+    _GQA8_MLA: "gqa8+mla", _GQA2_MLA: "gqa2+mla", _MLA_GQA8: "mla+gqa8",
+}  # fmt: skip
 
 # Out of order and partly not adjacent, different on the two sides, so that shifted or merged ranges show.
 _PREFILL_BLOCKS = ((2, 3, 5, 7), (8, 10, 12, 13))
+_LOOKAHEAD_BLOCKS = (3, 2)
 _DECODE_BLOCKS = ((9, 4, 5, 11), (1, 6, 7, 13))
 _PROMPT_TOKENS = 64
 
@@ -83,6 +94,7 @@ _STALE: tuple[tuple[Mode, int, int, int, str], ...] = (
     ("read", 2, 2, 1, "stale:remote_block_ids@decode"),
     ("read", 2, 2, 1, "stale:transfer_id@decode"),
 )
+_MODES: tuple[Mode, Mode] = ("write", "read")
 _RENAME = ("rename:remote_tp_size=tp_size@prefill",)
 
 
@@ -141,8 +153,8 @@ class Cell:
         }
         dispatch = Dispatch(router, self.mode, values, keys, index)
         return RequestCase(
-            _PREFILL_BLOCKS[index][: _PROMPT_TOKENS // self.prefill.cache.block_size],
-            _DECODE_BLOCKS[index][: _PROMPT_TOKENS // self.decode.cache.block_size],
+            self._blocks("prefill", index),
+            self._blocks("decode", index),
             dispatch.prefill_leg()[0],
             lambda response: dispatch.decode_leg(response)[0],
             prefill_dp,
@@ -151,11 +163,27 @@ class Cell:
             generate_s=self.generate_s,
         )
 
+    def _blocks(self, side: Side, index: int) -> tuple[int, ...]:
+        """The blocks of a request, table after table. Decode allocates none for what has left a window."""
+        size, rows = (self.prefill, _PREFILL_BLOCKS) if side == "prefill" else (self.decode, _DECODE_BLOCKS)
+        count = _PROMPT_TOKENS // size.cache.block_size
+        if self.model.alike or not size.hybrid_kv:
+            return rows[index][:count] + (_LOOKAHEAD_BLOCKS[:1] if size.lookahead_tokens else ())
+        blocks: tuple[int, ...] = ()
+        for table, layers in enumerate(self.model.tables):
+            window = self.model.at(layers[0]).window
+            skipped = max(0, _PROMPT_TOKENS - window) // size.cache.block_size if window and side == "decode" else 0
+            blocks += (0,) * skipped + rows[table][skipped:count]
+            blocks += _LOOKAHEAD_BLOCKS[table : table + 1] if size.lookahead_tokens else ()
+        return blocks
+
 
 def _form(size: EngineSize) -> str:
     """Name what is unusual of an engine's caches."""
     pool = f"nb{size.num_blocks}" if size.num_blocks != USUAL_POOL else ""
-    return ".".join(filter(None, (str(size.cache), pool)))
+    one_table = "" if size.hybrid_kv else "one-table"
+    lookahead = f"ahead{size.lookahead_tokens}" if size.lookahead_tokens else ""
+    return ".".join(filter(None, (str(size.cache), pool, one_table, lookahead)))
 
 
 def cells(release: str) -> Iterator[Cell]:
@@ -200,6 +228,7 @@ def cells(release: str) -> Iterator[Cell]:
             if mode == "write" or requests == 1 or release not in ("0.24.0", "0.25.1", "0.26.0"):
                 yield Cell(release, mode, EngineSize(p, dp), EngineSize(d, dp), _MLA, toy, (fault,), requests)
     yield from _cache_cells(release, toy)
+    yield from _layer_cells(release, toy)
 
 
 # (prefill, decode, model) of both modes: caches that lie alike or not.
@@ -245,3 +274,39 @@ def _cache_cells(release: str, router: str) -> Iterator[Cell]:
     for mode in modes:
         for prefill, decode, model in _FORMS:
             yield Cell(release, mode, prefill, decode, model, router)
+
+
+def _layer_cells(release: str, router: str) -> Iterator[Cell]:
+    """Yield the cells of models whose layers are not all alike."""
+    record = get_release(release)
+    hybrid = record.windows != "as_full"
+
+    def cell(mode: Mode, prefill: EngineSize, decode: EngineSize, model: ModelShape) -> Cell:
+        sizes = [replace(size, hybrid_kv=size.hybrid_kv and hybrid) for size in (prefill, decode)]
+        return Cell(release, mode, sizes[0], sizes[1], model, router)
+
+    off = EngineSize(1, hybrid_kv=False)
+    if not hybrid:  # all have one table
+        for mode in _MODES:
+            yield cell(mode, off, off, _SLIDING)
+            for model, (p, d) in itertools.product((_GQA8_MLA, _MLA_GQA8), ((2, 4), (4, 2))):
+                yield cell(mode, EngineSize(p), EngineSize(d), model)
+        return
+    for mode in _MODES:
+        for p, d in ((1, 1), (2, 2)):
+            yield cell(mode, EngineSize(p), EngineSize(d), _SLIDING)
+        yield cell(mode, EngineSize(1), EngineSize(1), _ALL_SLIDING)
+    yield cell("read", EngineSize(2), EngineSize(4), _ALL_SLIDING)
+    yield cell("read", EngineSize(1), EngineSize(1, lookahead_tokens=1), _SLIDING)
+    yield cell("read", EngineSize(1), off, _SLIDING)
+    yield cell("read", off, EngineSize(1), _SLIDING)
+    yield cell("read", off, EngineSize(1), _ALL_SLIDING)
+    for mode in _MODES:
+        yield cell(mode, off, off, _SLIDING)
+    one_table = record.mixed_layers == "hybrid_off"
+    for model in (_GQA8_MLA, _GQA2_MLA, _MLA_GQA8):
+        for mode in _MODES:
+            for p, d in ((2, 2), (2, 4), (4, 2)):
+                yield cell(mode, EngineSize(p, hybrid_kv=not one_table), EngineSize(d, hybrid_kv=not one_table), model)
+            if one_table:
+                yield cell(mode, EngineSize(2), EngineSize(2), model)

@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from real_backend.case import ConnectorCase, Coverage, Raised, RankReport, Side
+from real_backend.case import ConnectorCase, Coverage, ModelShape, Raised, RankReport, Side
 from real_backend.cells import Cells, View
 from real_backend.injection import Injection
 from real_backend.processes import Ports
@@ -56,6 +56,14 @@ class StepReport:
     raised: Raised | None = None
 
 
+@dataclass(slots=True)
+class Part:
+    """Layers of a rank that are alike and share a block table."""
+
+    cells: Cells
+    table: int
+
+
 class Rank:
     """The state of one worker process. `tp_rank` counts within the DP rank of `config`."""
 
@@ -67,7 +75,7 @@ class Rank:
         self._size = case.engine(config.side)
         self._tp_rank = tp_rank
         self.name = self._size.rank_name(config.side, config.dp_rank, tp_rank)
-        self._cells = _cells_of(case, config.side, tp_rank)
+        self._parts = _parts_of(case, config.side, tp_rank)
         self._injection = Injection(case, config.side, self.name, ports)
         self._watch = _Watch(self.name, self._injection)
         self._used: dict[int, list[View]] = defaultdict(list)
@@ -118,10 +126,22 @@ class Rank:
 
     def grade(self, request: int, at_use: bool) -> Coverage:
         """Compare a request's cells with what this rank needs: as they were when layers were used, or as they are now."""
-        blocks = self._case.requests[request].decode_blocks
-        if at_use:
-            return self._cells.grade(self._used[request], request, range(len(blocks)), None)
-        return self._cells.grade(self._views, request, blocks, self._taken())
+        graded = []
+        for part in self._parts:
+            blocks = self._blocks(request, part.table)
+            first = blocks.count(0)  # what has left the window is not needed
+            views = [(self._used[request] if at_use else self._views)[layer] for layer in part.cells.numbers]
+            where = range(first, len(blocks)) if at_use else blocks[first:]
+            taken = None if at_use else self._taken()
+            graded.append((part.cells.cells(len(where)), part.cells.grade(views, request, where, taken, first)))
+        return Coverage.over(graded)
+
+    def _blocks(self, request: int, table: int) -> tuple[int, ...]:
+        """The blocks of a request's prompt in one of its tables, without those allocated beyond it."""
+        case, side = self._case, self._config.side
+        return case.requests[request].tables(side, case.tables(side))[table][
+            : -(-case.tokens(request) // self._size.cache.block_size)
+        ]
 
     def stray(self) -> int:
         """Count cells that changed although they belong to no request, or hold another request's content."""
@@ -129,8 +149,13 @@ class Rank:
             return 0
         dp = self._config.dp_rank
         mine = [(index, each) for index, each in enumerate(self._case.requests) if each.decode_dp == dp]
-        free = self._cells.grade(self._views, 0, (), self._taken()).stray
-        return free + sum(self._cells.foreign(self._views, index, each.decode_blocks) for index, each in mine)
+        found = 0
+        for part in self._parts:
+            views = [self._views[layer] for layer in part.cells.numbers]
+            found += part.cells.grade(views, 0, (), self._taken()).stray
+            for index, _ in mine:
+                found += part.cells.foreign(views, index, [block for block in self._blocks(index, part.table) if block])
+        return found
 
     def meet(self, bound: dict[int, str]) -> None:
         """Learn who listens where."""
@@ -142,7 +167,8 @@ class Rank:
 
     def _taken(self) -> set[int]:
         here = [each for each in self._case.requests if each.decode_dp == self._config.dp_rank]
-        return {block for each in here for block in each.decode_blocks}
+        null = () if self._case.model.alike else (0,)  # vLLM's null block may hold anything
+        return {block for each in here for block in each.decode_blocks}.union(null)
 
     def report(self) -> RankReport:
         """Return what was seen so far."""
@@ -161,13 +187,14 @@ class Rank:
         return list(self._watch.thread_errors)
 
     def _forward(self, forward: Forward) -> None:
+        parts = {layer: part for part in self._parts for layer in part.cells.numbers}
         for index, name in enumerate(layer_names(self._case.model)):
             self._connector.wait_for_layer_load(name)
+            part = parts[index]
             for request in forward.use:
-                blocks = list(self._case.requests[request].decode_blocks)
-                self._used[request].append(self._views[index][:, blocks])
+                self._used[request].append(self._views[index][:, list(self._blocks(request, part.table))])
             for request in forward.fill:
-                self._cells.fill(self._views[index], index, request, self._case.requests[request].prefill_blocks)
+                part.cells.fill(self._views[index], index, request, self._blocks(request, part.table))
             self._connector.save_kv_layer(name, self._caches[name], None)
             time.sleep(_LAYER_S if index < _SLOW_LAYERS else _LAYER_S / 10)
             self._collective()
@@ -195,31 +222,43 @@ class Rank:
     def _allocate(self) -> tuple[dict[str, Any], list[View]]:
         """Make page-aligned caches, one mapping a layer, so that no release mistakes them for one shared region."""
         torch: Any = importlib.import_module("torch")
-        shape = self._cache_shape()
-        length = int(np.prod(self._cells.memory(self._size.num_blocks)[0]))
+        parts = {layer: part for part in self._parts for layer in part.cells.numbers}
         caches, views = {}, []
-        for name in layer_names(self._case.model):
+        for layer, name in enumerate(layer_names(self._case.model)):
+            shape = self._cache_shape(parts[layer].cells)
+            length = int(np.prod(parts[layer].cells.memory(self._size.num_blocks)[0]))
             pages = -(-length * _VALUE_BYTES // mmap.PAGESIZE)
             memory = mmap.mmap(-1, pages * mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             whole: View = np.frombuffer(memory, dtype=np.int32)
             caches[name] = torch.from_numpy(whole)[:length].view(torch_dtype(self._size.cache)).view(shape)
-            views.append(self._cells.view(whole[:length], self._size.num_blocks))
+            views.append(parts[layer].cells.view(whole[:length], self._size.num_blocks))
         return caches, views
 
-    def _cache_shape(self) -> tuple[int, ...]:
+    def _cache_shape(self, cells: Cells) -> tuple[int, ...]:
         """Return the shape that vLLM's model runner would give: a latent's head is an axis, K and V packed are none."""
-        *lengths, _ = self._cells.memory(self._size.num_blocks)[0]
-        model, axes = self._case.model, self._cells.axes
+        *lengths, _ = cells.memory(self._size.num_blocks)[0]
+        model, axes = cells.model, cells.axes
         if model.mla:
             layout = self._size.cache.layout or ("standard" if has_head_axis() else "latent")
-            blocks, tokens = self._size.num_blocks, self._cells.block_size
+            blocks, tokens = self._size.num_blocks, cells.block_size
             return (blocks, 1, tokens, model.width) if layout == "standard" else (blocks, tokens, model.width)
         return (*lengths[:-1], 2 * model.width) if axes.endswith("p") else (*lengths, model.width)
 
 
-def _cells_of(case: ConnectorCase, side: Side, tp_rank: int) -> Cells:
+def _parts_of(case: ConnectorCase, side: Side, tp_rank: int) -> tuple[Part, ...]:
+    """Sort the layers of a rank by what they are like and by block table."""
+    sorts: dict[tuple[int, ModelShape], list[int]] = defaultdict(list)
+    for layer, table in enumerate(case.table_of(side)):
+        sorts[table, case.model.at(layer)].append(layer)
+    return tuple(
+        Part(replace(_cells_of(case, side, kind, tp_rank), layers=tuple(layers), room=case.model.room), table)
+        for (table, kind), layers in sorts.items()
+    )
+
+
+def _cells_of(case: ConnectorCase, side: Side, model: ModelShape, tp_rank: int) -> Cells:
     size = case.engine(side)
-    form, model = size.cache, case.model
+    form = size.cache
     layout = form.layout or ("latent" if model.mla else "split")
     orders = {order: axes for (name, order), axes in AXES.items() if name == layout}
     axes = "bt" if model.mla else orders[form.order or next(iter(orders))]
@@ -258,6 +297,7 @@ class _Watch:
     def report(self) -> RankReport:
         wrote: dict[str, tuple[tuple[int, int], ...]] = defaultdict(tuple)
         read: dict[str, int] = defaultdict(int)
+        reads = 0
         failed = []
         for batch in list(importlib.import_module("mori.io").IOEngine.posted):
             if not batch.status.Succeeded():
@@ -266,11 +306,13 @@ class _Watch:
                 wrote[batch.remote_engine] += batch.remote_ranges
             else:
                 read[batch.remote_engine] += batch.nbytes
+                reads += 1
         return RankReport(
             name=self._name,
             notices=tuple(self._notices),
             wrote_to=dict(wrote),
             read_from=dict(read),
+            reads=reads,
             failed_batches=(*failed, *self._injection.failed),
             warnings=tuple(self._warnings),
             bound=tuple(self._injection.bound),

@@ -100,12 +100,26 @@ def _unfired(fault: str) -> Finding:
     return Finding(kind="vacuous", text=f"{fault} never fired", causes=["nothing that it aims at happened"])
 
 
+def _needed_blocks(case: ConnectorCase, index: int, table_of: tuple[int, ...]) -> int:
+    """Return how many blocks of a request decode needs, over all layers, each counted with its planes and heads."""
+    tables = case.requests[index].tables("decode", case.tables("decode"))
+    prompt = -(-case.tokens(index) // case.decode.cache.block_size)
+    total = 0
+    for layer, table in enumerate(table_of):
+        kind = case.model.at(layer)
+        needed = sum(block > 0 for block in tables[table][:prompt])
+        total += needed * kind.planes * len(kind.owned_heads(0, case.decode.tp))
+    return total
+
+
 class _View:
     """A run, looked at in the ways that a result needs."""
 
     def __init__(self, job: Job, seen: CaseResult) -> None:
         self._case, self._seen = job.case, seen
-        self._weights = [len(request.decode_blocks) for request in job.case.requests]
+        # A rank's cells grow with the blocks that it needs, in each layer.
+        table_of = job.case.table_of("decode")
+        self._weights = [_needed_blocks(job.case, index, table_of) for index in range(len(job.case.requests))]
         self._placed = list(zip(job.case.requests, seen.requests, self._weights, strict=True))
 
     def share(self, cells: Callable[[Any], Iterable[Coverage]], part: Callable[[Coverage], float]) -> float:

@@ -47,39 +47,39 @@ class Reconciled:
 
 
 class _Blocks:
-    """A block table with one cache group, as the connector sees it."""
+    """A request's block tables, as the connector sees them."""
 
-    def __init__(self, ids: tuple[int, ...]) -> None:
-        self._ids = ids
+    def __init__(self, tables: tuple[tuple[int, ...], ...]) -> None:
+        self._tables = tables
 
     def get_block_ids(self) -> tuple[list[int], ...]:
         """Return the ids by cache group."""
-        return (list(self._ids),)
+        return tuple(list(ids) for ids in self._tables)
 
 
 class SchedulerSide:
     """One DP rank's scheduler-side connector and the requests that it was shown."""
 
     def __init__(self, case: ConnectorCase, config: EngineConfig, ports: dict[Side, Ports]) -> None:
-        self._case = case
-        self._block_size = case.engine(config.side).cache.block_size
+        self._case, self._side = case, config.side
+        self._kv_cache = config.kv_cache
         name = ("P" if config.side == "prefill" else "D") + (str(config.dp_rank) if case.engine(config.side).dp > 1 else "")
         self._injection = Injection(case, config.side, name, ports)
         self._injection.wrap_sockets()
         self._connector = connector_class()(config.vllm, role("SCHEDULER"), config.kv_cache)
         self._requests: dict[str, Any] = {}
-        self._blocks: dict[str, tuple[int, ...]] = {}
+        self._blocks: dict[str, tuple[tuple[int, ...], ...]] = {}
         self._sync_loads: set[str] = set()
         utils = importlib.import_module("vllm.distributed.kv_transfer.kv_connector.utils")
         self._aggregator = utils.KVOutputAggregator(case.engine(config.side).tp)
 
-    def admit(self, request_id: str, leg: Leg, blocks: tuple[int, ...], external_zero: bool) -> Admission:
+    def admit(self, request_id: str, leg: Leg, blocks: tuple[tuple[int, ...], ...], tokens: int, external_zero: bool) -> Admission:
         """Show a new request to the connector, in the order of vLLM's scheduler: admission, match, allocation.
 
         `external_zero`: the scheduler then takes nothing from outside, as newer ones do for requests that must not read
         the prefix cache, and as any does whose MultiConnector got the KV elsewhere.
         """
-        request = self._new_request(request_id, leg, len(blocks) * self._block_size)
+        request = self._new_request(request_id, leg, tokens)
         self._requests[request_id], self._blocks[request_id] = request, blocks
         self._connector.on_new_request(request)
         external, wait = self._connector.get_num_new_matched_tokens(request, 0)
@@ -95,7 +95,7 @@ class SchedulerSide:
     def abort_before(self, request_id: str, leg: Leg, tokens: int) -> None:
         """Show a request to the connector whose client goes before it gets any block."""
         request = self._new_request(request_id, leg, tokens)
-        self._requests[request_id], self._blocks[request_id] = request, ()
+        self._requests[request_id], self._blocks[request_id] = request, ((),) * self._case.tables(self._side)
         self._connector.on_new_request(request)
         self.finish(request_id, "FINISHED_ABORTED")
 
@@ -120,11 +120,11 @@ class SchedulerSide:
         states = importlib.import_module("vllm.v1.request").RequestStatus
         waiting = request.status == states.WAITING_FOR_REMOTE_KVS
         request.status = states[status]
-        blocks = list(self._blocks[request_id])
+        blocks = tuple(list(ids) for ids in self._blocks[request_id])
         if hasattr(self._connector, "request_finished_all_groups"):
-            keep, params = self._connector.request_finished_all_groups(request, (blocks,))
+            keep, params = self._connector.request_finished_all_groups(request, blocks)
         else:
-            keep, params = self._connector.request_finished(request, blocks)
+            keep, params = self._connector.request_finished(request, blocks[0])
         if not keep and not waiting:  # blocks that a transfer may still write stay until its report
             del self._requests[request_id]
         return bool(keep), params
@@ -165,12 +165,19 @@ class SchedulerSide:
                 output.failed_recving = report.failed_recving
             outputs.append(SimpleNamespace(kv_connector_output=output))
         result = self._aggregator.aggregate(outputs).kv_connector_output
+        if result.invalid_block_ids and len(self._kv_cache.kv_cache_groups) > 1:
+            self._let_vllm_refuse(result.invalid_block_ids)
         return Aggregated(
             frozenset(result.finished_sending or ()),
             frozenset(result.finished_recving or ()),
             frozenset(getattr(result, "failed_recving", None) or ()),
             frozenset(result.invalid_block_ids or ()),
         )
+
+    def _let_vllm_refuse(self, invalid: set[int]) -> None:
+        """Hand failed blocks to vLLM's scheduler, which raises when a model has several block tables."""
+        scheduler = importlib.import_module("vllm.v1.core.sched.scheduler").Scheduler
+        scheduler._handle_invalid_blocks(SimpleNamespace(kv_cache_config=self._kv_cache), invalid, {})
 
     def meet(self, bound: dict[int, str]) -> None:
         """Learn who listens where."""

@@ -39,7 +39,7 @@ from real_backend.processes import HOST, Child, Ports, ProcessDied, reserve_port
 from real_backend.rank import raised_by
 from real_backend.rank_faults import RankFaults
 from real_backend.report import to_result
-from real_backend.translate import Job, to_job
+from real_backend.translate import Job, refuse_unlike_layers, to_job
 from real_backend.trees import choose
 from real_backend.verdict import Evidence, conclude, not_started
 from real_backend.vllm_setup import ConfigFactory, describe, prepare
@@ -167,6 +167,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _be_rank(options: argparse.Namespace, meeting: Meeting) -> None:
     scenario = build(load(options.scenario))
     job = to_job(scenario)
+    refuse_unlike_layers(job)
     usual = _TEST_TIMERS if options.loopback_test else _REAL_TIMERS
     given = job.case.timers
     timers = replace(given, transfer_s=given.transfer_s or usual.transfer_s, defer_s=given.defer_s or usual.defer_s)

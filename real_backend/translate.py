@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,8 @@ from sim.transfer import BlockPool
 _KNOWN: dict[str, tuple[str, ...]] = {
     "": ("schema", "release", "decode_release", "mode", "model", "kv_dtype", "block_size", "prompt_tokens", "generate_ns",
          "router", "seed", "prefill", "decode", "timers", "requests", "faults", "expect", "fabric"),
-    "prefill": ("tp", "dp", "num_blocks", "layout", "order", "block_size", "kv_dtype"),
-    "decode": ("tp", "dp", "num_blocks", "layout", "order", "block_size", "kv_dtype"),
+    "prefill": ("tp", "dp", "num_blocks", "layout", "order", "block_size", "kv_dtype", "hybrid_kv"),
+    "decode": ("tp", "dp", "num_blocks", "layout", "order", "block_size", "kv_dtype", "hybrid_kv", "lookahead_tokens"),
     "timers": ("transfer_timeout_s", "defer_timeout_s", "recv_abort_timeout_s"),
     "requests": ("arrival_ns", "prompt_tokens", "generate_ns", "external_zero", "prefill_dp", "decode_dp", "prefill_blocks",
                  "decode_blocks"),
@@ -98,9 +99,25 @@ def _refuse_unknown(scenario: Scenario) -> None:
                 raise TierError(f"{prefix}{name}", f"{shown} can't be done on the connector tier", _HINT)
 
 
+def refuse_unlike_layers(job: Job) -> None:
+    """Raise TierError for a model that only the connector tier can run."""
+    if not job.case.model.alike:
+        raise TierError("model", "layers that are not all alike can't be run on the hardware tier", "use --tier connector")
+
+
 def _shape(geometry: Geometry) -> ModelShape:
+    main = _kind(geometry)
+    if geometry.minor is None:
+        return main
+    every = geometry.minor_layers[0] + 1
+    if geometry.minor_layers != tuple(range(every - 1, geometry.layers, every)):
+        raise TierError("model", "layers of another kind in no regular order can't be run", _HINT)
+    return replace(main, minor=_kind(geometry.minor), minor_layers=geometry.minor_layers)
+
+
+def _kind(geometry: Geometry) -> ModelShape:
     if not geometry.mla:
-        return ModelShape(geometry.layers, geometry.kv_heads, geometry.head_dim)
+        return ModelShape(geometry.layers, geometry.kv_heads, geometry.head_dim, window=geometry.window)
     width = geometry.head_dim
     if width < 2:
         raise TierError("model", "a latent of one value can't be run", "use mla=64+16")
@@ -114,7 +131,11 @@ def _size(side: Side, setup: Setup) -> EngineSize:
         raise TierError(
             side, f"{endpoint.tp * endpoint.dp} ranks are more than the connector tier runs", f"use at most {MOST_RANKS}"
         )
-    return EngineSize(endpoint.tp, endpoint.dp, endpoint.shape.num_blocks, _form(side, endpoint, setup))
+    size, lookahead = endpoint.shape.block_size, endpoint.side.lookahead_tokens
+    if lookahead > size or (lookahead and setup.scenario.mode == "write"):
+        raise TierError(f"{side}.lookahead_tokens", f"{lookahead}: the harness has one block of them, in READ", _HINT)
+    hybrid = endpoint.side.hybrid_kv and endpoint.release.windows != "as_full"
+    return EngineSize(endpoint.tp, endpoint.dp, endpoint.shape.num_blocks, _form(side, endpoint, setup), hybrid, lookahead)
 
 
 def _form(side: Side, endpoint: Endpoint, setup: Setup) -> CacheForm:
@@ -153,10 +174,12 @@ def _requests(setup: Setup, keys: Injector) -> tuple[RequestCase, ...]:
 
     def blocks(side: Side, dp: int, request: Request) -> tuple[int, ...]:
         fixed = request.prefill_blocks if side == "prefill" else request.decode_blocks
-        count = request.prefill_size if side == "prefill" else request.blocks
+        endpoint = setup.prefill if side == "prefill" else setup.decode
+        count = sum(blocks - skipped for skipped, blocks in endpoint.rows(request.prompt_tokens))
         if not pools[side, dp].fits(count, fixed):
             raise TierError(f"{side}.num_blocks", "too few for all requests at once", "raise it: the connector tier never queues")
-        return tuple(int(block) for block in pools[side, dp].take(request.index, count, fixed))
+        tables = pools[side, dp].take_tables(request, endpoint, fixed)
+        return tuple(int(block) for table in tables for block in table)
 
     return tuple(
         _request(setup, keys, request, blocks("prefill", request.prefill_dp, request), blocks("decode", request.decode_dp, request))
@@ -208,7 +231,7 @@ def _request(
 
 def _check_size(case: ConnectorCase) -> None:
     model = case.model
-    tags = (len(case.requests) + 1) * case.prompt_tokens * model.layers * model.planes * model.heads * model.width
+    tags = (len(case.requests) + 1) * case.prompt_tokens * model.layers * math.prod(model.room)
     if tags >= _MOST_TAGS:
         raise TierError("model", f"{tags} tagged values are more than fit 31 bits", "use fewer layers, requests or tokens")
     need, free = _cache_mb(case), _free_mb()
@@ -221,8 +244,9 @@ def _cache_mb(case: ConnectorCase) -> int:
     model, total = case.model, 0
     for side in ("prefill", "decode"):
         size = case.prefill if side == "prefill" else case.decode
-        heads = len(model.owned_heads(0, size.tp))
-        a_block = model.layers * model.planes * heads * model.width * size.cache.block_size * 4
+        kinds = [model.at(layer) for layer in range(model.layers)]
+        values = sum(kind.planes * len(kind.owned_heads(0, size.tp)) * kind.width for kind in kinds)
+        a_block = values * size.cache.block_size * 4
         copies = 2 if side == "decode" and case.mode == "read" else 1
         total += copies * size.tp * a_block * sum(len(request.prefill_blocks) for request in case.requests)
     return round(total / 1e6)

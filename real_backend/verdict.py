@@ -107,7 +107,7 @@ def _judge(evidence: Evidence, index: int, reports: Mapping[str, RankReport], cr
     if case.mode == "write":
         told = tuple(rank.name for rank in decode_ranks if rank.name in decode.reported)
     else:
-        told = tuple(rank.name for rank in decode_ranks if _read_all(reports[rank.name]))
+        told = tuple(rank.name for rank in decode_ranks if _read_all(reports[rank.name], case.model.layers))
     released = tuple(rank.name for rank in evidence.ranks[at_prefill] if rank.name in prefill.reported)
     answered = noticed("remote_blocks", "release", "text")
     late = prefill.reaped or prefill.overran or any(name not in answered for name in released)
@@ -154,5 +154,5 @@ def _tracked(engine: Engine, index: int) -> Tracked:
     return found[0] if found else Tracked(index, "")
 
 
-def _read_all(report: RankReport) -> bool:
-    return any(report.read_from.values()) and not report.failed_batches
+def _read_all(report: RankReport, layers: int) -> bool:
+    return any(report.read_from.values()) and report.reads >= layers and not report.failed_batches

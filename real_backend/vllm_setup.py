@@ -183,7 +183,7 @@ class ConfigFactory:
             )
 
         vllm = build(size.dp, dp_rank)
-        kv_cache = _kv_cache_config(case, side)
+        kv_cache = _kv_cache_config(case, side, vllm)
         return EngineConfig(side, dp_rank, vllm, kv_cache, vllm if size.dp == 1 else build(1, 0))
 
     def _model(self, shape: ModelShape, query_heads: int) -> Any:
@@ -223,18 +223,46 @@ def _connector_settings(case: ConnectorCase, ports: Ports) -> dict[str, Any]:
     }
 
 
-def _kv_cache_config(case: ConnectorCase, side: Side) -> Any:
+def _kv_cache_config(case: ConnectorCase, side: Side, vllm: Any) -> Any:
+    """Sort the layers into cache groups, with vLLM's hybrid KV cache manager on unless the case says off."""
     interface = importlib.import_module("vllm.v1.kv_cache_interface")
     size = case.engine(side)
-    kind = interface.MLAAttentionSpec if case.model.mla else interface.FullAttentionSpec
-    spec = kind(
-        block_size=size.cache.block_size,
-        num_kv_heads=len(case.model.owned_heads(0, size.tp)),
-        head_size=case.model.width,
-        dtype=torch_dtype(size.cache),
-    )
-    group = interface.KVCacheGroupSpec(layer_names(case.model), spec)
-    return interface.KVCacheConfig(num_blocks=size.num_blocks, kv_cache_tensors=[], kv_cache_groups=[group])
+    if not case.model.alike:
+        # On a platform without kernels vLLM turns the manager off; what decides it on ROCm is the connector alone.
+        if size.hybrid_kv and not _supports_hybrid():
+            raise ValueError("this vLLM turns its hybrid KV cache manager off for this connector")
+        vllm.scheduler_config.disable_hybrid_kv_cache_manager = not size.hybrid_kv
+    names, table_of = layer_names(case.model), case.table_of(side)
+    groups = []
+    for table in range(case.tables(side)):
+        specs = {name: _layer_spec(case, side, layer) for layer, name in enumerate(names) if table_of[layer] == table}
+        first = next(iter(specs.values()))
+        same = all(spec == first for spec in specs.values())
+        spec = first if same else interface.UniformTypeKVCacheSpecs.from_specs(specs)
+        groups.append(interface.KVCacheGroupSpec(list(specs), spec))
+    return interface.KVCacheConfig(num_blocks=size.num_blocks, kv_cache_tensors=[], kv_cache_groups=groups)
+
+
+def _supports_hybrid() -> bool:
+    base = importlib.import_module("vllm.distributed.kv_transfer.kv_connector.v1.base")
+    return hasattr(base, "SupportsHMA") and issubclass(connector_class(), base.SupportsHMA)
+
+
+def _layer_spec(case: ConnectorCase, side: Side, layer: int) -> Any:
+    """Return vLLM's description of a layer's cache; without the hybrid manager a window is full attention."""
+    interface = importlib.import_module("vllm.v1.kv_cache_interface")
+    kind = case.model.at(layer)
+    fields = {
+        "block_size": case.engine(side).cache.block_size,
+        "num_kv_heads": len(kind.owned_heads(0, case.engine(side).tp)),
+        "head_size": kind.width,
+        "dtype": torch_dtype(case.engine(side).cache),
+    }
+    if kind.mla:
+        return interface.MLAAttentionSpec(**fields)
+    if kind.window and case.engine(side).hybrid_kv:
+        return interface.SlidingWindowSpec(**fields, sliding_window=kind.window)
+    return interface.FullAttentionSpec(**fields)
 
 
 def _hf_config(shape: ModelShape, query_heads: int) -> dict[str, Any]:

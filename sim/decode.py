@@ -11,8 +11,9 @@ from collections.abc import Generator
 from typing import TYPE_CHECKING, Any
 
 from sim.errors import PeerRefusal
-from sim.ledger import Copy, Count, Ledger, cell_copy
+from sim.ledger import Codes, Copy, Count
 from sim.legs import Leg, peer_address, pods_of, read_leg, transfer_id_of
+from sim.memory import Memory
 from sim.policies import MOST_RANKS, as_int, fold
 from sim.rank import Rank
 from sim.read_step import ReadStep
@@ -119,7 +120,7 @@ class DecodeEngine:
         self.name = self.me.letter + (str(dp) if self.me.dp > 1 else "")
         fixed = {b for r in world.setup.requests if r.decode_dp == dp for b in r.decode_blocks or ()}
         self.pool = BlockPool(self.me.shape.num_blocks, fixed)
-        self.ledger = Ledger(world.geometry, self.me.shape, self.me.tp)
+        self.ledger = Memory(self.me.groups, self.me.places, self.me.tp)
         self.crashed = ""
         self.started = True
         self._early: list[tuple[Transfer, dict[str, Any]]] = []  # legs that came before all ranks were there
@@ -190,24 +191,17 @@ class DecodeEngine:
             else:
                 self.crash(str(refusal), transfer)
 
-    def _allocate(self, transfer: Transfer) -> list[int]:
-        """Blocks for the whole prompt; those in the prefix cache hold their content already."""
+    def _allocate(self, transfer: Transfer) -> list[Codes]:
+        """Blocks for the whole prompt by block table; those in the prefix cache hold their content already."""
         request = transfer.request
-        blocks = self.pool.take(request.index, self.world.block_count(request, self.me), request.decode_blocks)
+        tables = self.pool.take_tables(request, self.me, request.decode_blocks)
         self.world.log("allocated", self.name, request=request.index)
-        transfer.admit(blocks, self)
-        self.ledger.admit(transfer.index, blocks)
+        transfer.admit(tables, self)
+        self.ledger.admit(transfer.index, tables)
         if hit := request.decode_hit_blocks:
             for rank in self.ranks:
-                self._fill_from_cache(rank.tp, transfer, blocks[:hit], hit)
-        ids: list[int] = blocks.tolist()
-        return ids
-
-    def _fill_from_cache(self, tp: int, transfer: Transfer, blocks: Any, hit: int) -> None:
-        heads = self.world.geometry.heads_of(tp, self.me.tp)
-        copy = cell_copy(self.world.geometry, self.me.shape, transfer.contents[:hit], blocks, heads.start, 0, len(heads))
-        for layer in range(self.world.geometry.layers):
-            self.ledger.land(tp, layer, transfer.index, copy)
+                self.ledger.fill(rank.tp, self.me.tp, transfer.index, transfer.contents[:hit], tables)
+        return tables
 
     # -- WRITE ------------------------------------------------------------------------------------------------
 
@@ -215,7 +209,7 @@ class DecodeEngine:
         release = self.me.release
         wanted = bool(params.get("do_remote_prefill"))
         transfer_id = transfer_id_of(params, release.transfer_id_missing, f"D-{transfer.index}") if params else None
-        blocks = self._allocate(transfer)
+        blocks: list[int] = self._allocate(transfer)[0].tolist()  # in WRITE there is one table, or the engine never starts
         if params:
             self._mapped[str(transfer_id)] = transfer
             self._id_of[transfer.index] = str(transfer_id)
@@ -353,18 +347,17 @@ class DecodeEngine:
             transfer_id_of(params, release.transfer_id_missing, f"D-{transfer.index}")
         wanted = params.get("do_remote_prefill") and params.get("remote_block_ids") and "remote_engine_id" in params
         leg = self._read_leg(transfer, params) if wanted else None
-        local = self._allocate(transfer)
-        if transfer.request.suffix_only:
-            local = local[transfer.request.decode_hit_blocks :]
+        skipped = transfer.request.decode_hit_blocks if transfer.request.suffix_only else 0
+        local: list[list[int]] = [table[skipped:].tolist() for table in self._allocate(transfer)]
         if transfer.request.external_zero and release.read_pairing != "exact":
-            local = []
+            local = [[] for _ in local]
         self.world.clock.process(self._guarded(transfer, leg, local))
 
     def _read_leg(self, transfer: Transfer, params: dict[str, Any]) -> Leg:
         peer = self.world.setup.prefill
         return read_leg(params, self.me, peer, f"D-{transfer.index}", self.world.named_ports(transfer, peer))
 
-    def _guarded(self, transfer: Transfer, leg: Leg | None, local: list[int]) -> Generator[Any, None, None]:
+    def _guarded(self, transfer: Transfer, leg: Leg | None, local: list[list[int]]) -> Generator[Any, None, None]:
         try:
             yield from ReadStep(self, transfer).run(leg, local)
         except PeerRefusal as refusal:
@@ -423,7 +416,7 @@ class DecodeEngine:
             return
         for rank in self.ranks:
             anyone = self.world.prefills[0].ranks[0]
-            sources = [Source(target.tp_rank, anyone, None, 0) for target in rank.reader.targets(leg)]
+            sources = [Source(target.tp_rank, anyone, []) for target in rank.reader.targets(leg)]
             rank.reader.send_release(leg, sources, transfer)
 
     def _abort_waiting(self, transfer: Transfer, fault: Any) -> None:

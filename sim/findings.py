@@ -184,14 +184,20 @@ def _refused_maps(world: World) -> list[Finding]:
 
 
 def _bind_failures(world: World) -> list[Finding]:
-    return [
-        Finding(
-            kind="port-taken",
-            text=f"{event.actor} could not bind {event.detail}, which {event.peer} has; its engine never starts",
-            causes=[_cause((world.setup.prefill if event.actor[0] == "P" else world.setup.decode).release, "ports")],
+    findings = []
+    for event in world.history.events("bind_failed"):
+        release = (world.setup.prefill if event.actor[0] == "P" else world.setup.decode).release
+        stages = event.actor == event.peer
+        who = f"the second pipeline stage of {event.actor}" if stages else event.actor
+        other = "its first stage" if stages else event.peer
+        findings.append(
+            Finding(
+                kind="port-taken",
+                text=f"{who} could not bind {event.detail}, which {other} has; its engine never starts",
+                causes=[_cause(release, "ports"), *(["no release counts pipeline stages in it"] if stages else [])],
+            )
         )
-        for event in world.history.events("bind_failed")
-    ]
+    return findings
 
 
 def _crashes(world: World) -> list[Finding]:
@@ -199,15 +205,28 @@ def _crashes(world: World) -> list[Finding]:
     for event in world.history.events("crashed"):
         endpoint = world.setup.prefill if event.actor[0] == "P" else world.setup.decode
         leg = "prefill" if endpoint is world.setup.prefill else "decode"
-        causes = peer_tp_causes(endpoint.release, _leg(world, leg, event.request))
-        causes = [*_crash_causes(world, endpoint, leg, event.detail), *causes]
+        causes = _crash_causes(world, endpoint, leg, event.detail)
+        if event.request >= 0 or not causes:  # else it died before there was a leg
+            causes += peer_tp_causes(endpoint.release, _leg(world, leg, event.request))
         findings.append(Finding(kind="crash", text=f"{event.actor} died: {event.detail}", causes=causes))
     return findings
+
+
+# What an error says, and the policy that it comes from.
+_ERROR_POLICIES = {
+    "sliding windows": "windows",
+    "block tables, and decode": "windows",
+    "unequal block length": "mixed_layers",
+    "failed blocks of one block table": "failed_blocks",
+}
 
 
 def _crash_causes(world: World, endpoint: Endpoint, leg: str, error: str) -> list[str]:
     """The policy by which an error of the connector became the end of an engine."""
     release = endpoint.release
+    for what, field in _ERROR_POLICIES.items():
+        if what in error:
+            return [_cause(release, field)]
     if error.startswith("TimeoutError"):
         return [f"executor_timeout_s = {endpoint.side.executor_timeout_s}: vLLM's executor gives up on a step that long"]
     if "does not wait for it" in error:
@@ -270,6 +289,9 @@ def _sealed_short(world: World) -> list[Finding]:
     ]
 
 
+_MODEL_HEADS = "the rank map counts the heads of the model as a whole, and some layers have others"
+
+
 def _wrong_content(world: World, ranks: list[RankCoverage]) -> list[Finding]:
     """Cells that hold something, and not what they should."""
     decode = world.setup.decode
@@ -282,8 +304,13 @@ def _wrong_content(world: World, ranks: list[RankCoverage]) -> list[Finding]:
     causes = _unlike_caches(world)
     if shared := [name for name in wrong if len(writers[name]) > 1]:
         causes.append(f"several ranks moved into {span(shared)}; where they meet, the last one wins")
+    if world.geometry.mixed and world.mode == "write":
+        causes.append(_MODEL_HEADS)
+    windows = world.mode == "read" and any(table.window for table in decode.tables)
     unlike = len({_block_count(world, side) for side in ("prefill", "decode")}) > 1
-    if world.mode == "read" and (unlike or any(t.request.suffix_only for t in world.transfers)):
+    if windows and unlike:
+        causes.append(_cause(decode.release, "windows"))
+    elif world.mode == "read" and (unlike or any(t.request.suffix_only for t in world.transfers)):
         causes.append(_cause(decode.release, "read_pairing"))
     elif world.mode == "write" and not world.setup.prefill.shape.same_blocks(decode.shape):
         causes.append(_cause(world.setup.prefill.release, "write_plan"))
@@ -304,7 +331,7 @@ def _unlike_caches(world: World) -> list[str]:
 
 def _block_count(world: World, side: str) -> int:
     endpoint = world.setup.prefill if side == "prefill" else world.setup.decode
-    return world.block_count(world.setup.requests[0], endpoint)
+    return endpoint.rows(world.setup.requests[0].prompt_tokens)[0][1]
 
 
 def _task_failures(world: World) -> list[Finding]:
@@ -321,6 +348,7 @@ def _task_failures(world: World) -> list[Finding]:
             text=f"{span(actors)}: {detail}; " + ("the rank reports the transfer finished and tells decode nothing"
                                                    if world.mode == "write" else "its blocks stay as they were"),
             causes=[*_unlike_caches(world), _cause(release, "write_plan" if world.mode == "write" else "read_failure"),
+                    *([_MODEL_HEADS] if world.geometry.mixed and world.mode == "write" else []),
                     *peer_tp_causes(release, _leg(world, side, requests[detail]))],
         )
         for detail, actors in grouped.items()

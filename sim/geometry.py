@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
 
 import msgspec
@@ -18,12 +19,41 @@ class Geometry(msgspec.Struct, frozen=True, kw_only=True):
 
     `layers` attention layers; `kv_heads` heads of `head_dim` elements for K and for V, or, when `mla` is true, one
     latent vector of `head_dim` elements (compressed KV and rotary part together) that every rank needs whole.
+    A layer attends to the last `window` tokens (0: to all). Where layers are not all alike, the layers `minor_layers`
+    are as `minor` says, and the rest of this struct is the kind that the model as a whole passes for.
     """
 
     layers: int
     kv_heads: int
     head_dim: int
     mla: bool = False
+    window: int = 0
+    minor: Geometry | None = None
+    minor_layers: tuple[int, ...] = ()
+
+    @property
+    def kinds(self) -> tuple[Geometry, ...]:
+        """All that its layers are like."""
+        return (self,) if self.minor is None else (self, self.minor)
+
+    def splits(self, tp: int) -> bool:
+        """Whether `tp` ranks can share the heads."""
+        return self.mla or self.kv_heads % tp == 0 or tp % self.kv_heads == 0
+
+    def at(self, layer: int) -> Geometry:
+        """What this layer is like."""
+        return self.minor if self.minor is not None and layer in self.minor_layers else self
+
+    @property
+    def windows(self) -> tuple[int, ...]:
+        """The window of each layer."""
+        return tuple(self.at(layer).window for layer in range(self.layers))
+
+    @property
+    def mixed(self) -> bool:
+        """Whether layers differ in what a block of them holds, and not only in how far they look back."""
+        minor = self.minor
+        return minor is not None and (minor.mla, minor.kv_heads, minor.head_dim) != (self.mla, self.kv_heads, self.head_dim)
 
     @property
     def planes(self) -> int:
@@ -50,6 +80,25 @@ class Geometry(msgspec.Struct, frozen=True, kw_only=True):
 
     def heads_per_rank(self, tp: int) -> int:
         return 1 if self.mla else max(1, self.kv_heads // tp)
+
+
+def block_tables(windows: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    """The layers of each block table, when layer i attends to `windows[i]` tokens (0: to all).
+
+    vLLM's hybrid KV cache manager gives layers of unequal window unequal tables, of equally many layers each: as many as
+    the rarer kind has, or as the other one if that is less than 1.5 times as many (vLLM's kv_cache_utils.py, the same in
+    0.24-0.33 for two kinds). Layers of a kind are dealt out to its tables in turn.
+    """
+    kinds: dict[int, list[int]] = {}
+    for layer, window in enumerate(windows):
+        kinds.setdefault(window, []).append(layer)
+    counts = [len(layers) for layers in kinds.values()]
+    size = max(counts) if 2 * max(counts) < 3 * min(counts) else min(counts)
+    tables = []
+    for layers in kinds.values():
+        count = -(-len(layers) // size)
+        tables += [tuple(layers[first::count]) for first in range(count)]
+    return tuple(tables)
 
 
 # The axes of a contiguous cache from the slowest to the fastest: plane, block, token, head. A head's elements come last.

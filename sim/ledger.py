@@ -54,6 +54,9 @@ class Count(msgspec.Struct, frozen=True):
     def cells(self) -> int:
         return self.covered + self.wrong + self.missing
 
+    def __add__(self, other: Count) -> Count:
+        return Count(self.covered + other.covered, self.wrong + other.wrong, self.missing + other.missing)
+
 
 def code_of(geometry: Geometry, contents: Codes, plane: int, head: int) -> Codes:
     """Codes of (content, plane, global head). Content 0 is a block that was never filled: a copy of it is nothing."""

@@ -22,15 +22,12 @@ class Tally(msgspec.Struct, frozen=True, kw_only=True):
     at_end: Count
 
 
-def _add(a: Count, b: Count) -> Count:
-    return Count(a.covered + b.covered, a.wrong + b.wrong, a.missing + b.missing)
-
-
 def end_count(world: World, transfer: Transfer, tp: int) -> Count:
     """What rank `tp` holds of a request when the run is over; all missing if decode never allocated blocks."""
     if not transfer.needs:
-        cells = transfer.request.blocks * world.geometry.planes * world.setup.decode.shape.heads
-        return Count(0, 0, cells * world.geometry.layers)
+        decode, request = world.setup.decode, transfer.request
+        blocks = [request.blocks - skipped for skipped, _ in decode.rows(request.prompt_tokens)]
+        return Count(0, 0, sum(g.geometry.layers * g.shape.planes * g.shape.heads * blocks[g.table] for g in decode.groups))
     return world.decodes[transfer.decode_dp].ledger.count_all(tp, transfer.index, transfer.needs[tp])
 
 
@@ -75,8 +72,8 @@ def rank_coverages(world: World, tallies: list[list[Tally]]) -> list[RankCoverag
         for tp in range(decode.tp):
             total = end = Count(0, 0, 0)
             for transfer in mine:
-                total = _add(total, tallies[transfer.index][tp].at_go)
-                end = _add(end, tallies[transfer.index][tp].at_end)
+                total += tallies[transfer.index][tp].at_go
+                end += tallies[transfer.index][tp].at_end
             name = decode.rank_name(dp, tp)
             ranks.append(
                 RankCoverage(

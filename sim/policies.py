@@ -16,6 +16,7 @@ from sim.geometry import CacheShape, Geometry, check_slices
 
 Params = Mapping[str, Any]
 MOST_RANKS = 65536  # as there are ports
+MOST_HEADS = 65536
 
 
 class Policy(msgspec.Struct, frozen=True):
@@ -325,6 +326,17 @@ def read_pair_by_position(local: list[int], remote: list[int], skipped: int) -> 
     return list(zip(local, remote[skipped:], strict=False))
 
 
+def last_of_both(local: list[int], remote: list[int], kept: int, prompt: int) -> tuple[list[int], list[int]]:
+    """Each engine counts the kept blocks from the end of its own table: lookahead blocks shift them (0.30+)."""
+    return local[-kept:], remote
+
+
+def last_of_prompt(local: list[int], remote: list[int], kept: int, prompt: int) -> tuple[list[int], list[int]]:
+    """Both count from the end of the prompt, of which decode's table has `prompt` blocks."""
+    count = min(kept, len(remote), prompt)
+    return local[prompt - count : prompt], remote[len(remote) - count :]
+
+
 POLICIES: dict[str, dict[str, Policy]] = {
     "peer_tp": {
         "tp_size_or_1": Policy("`tp_size`, default 1; `remote_tp_size` is not read (vllm#46332)", tp_size_or_1),
@@ -494,6 +506,22 @@ POLICIES: dict[str, dict[str, Policy]] = {
         "per_layer_or_step": Policy("as per_layer; under full CUDA graphs the forward waits for all reads (0.31+)"),
         "step": Policy("the forward starts when every read of the step landed, and raises if one takes too long (0.33.0)"),
         "step_or_fail": Policy("as step, but a read that takes too long fails its request"),
+    },
+    "windows": {
+        "as_full": Policy("vLLM's hybrid KV cache manager is off, so sliding-window layers are kept and sent like all others"),
+        "table_tail": Policy(
+            "READ exchanges the last ceil(window / block size) + 1 blocks of a table; WRITE does not start (0.30+)", last_of_both
+        ),
+        "prompt_tail": Policy("as table_tail, counted from the prompt's end and not from the table's", last_of_prompt),
+    },
+    "mixed_layers": {
+        "any": Policy("layers may differ in what a block of them holds"),
+        "hybrid_off": Policy("an engine whose layers differ so starts only without the hybrid KV cache manager (0.30-0.32)"),
+        "equal_tp": Policy("layers may differ so if both engines have the same TP size"),
+    },
+    "failed_blocks": {
+        "one_table": Policy("a failed read kills a decode engine whose model has several block tables (0.31+)"),
+        "any": Policy("a failed read fails its request"),
     },
     "block_ids": {
         "flat": Policy("prefill answers a list of block ids, and decode counts the list that it gets"),

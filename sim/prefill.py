@@ -32,7 +32,6 @@ class PrefillRank(Rank):
         self.engine = engine
         self.me = engine.me
         self.tp = tp
-        self.first_head = self.world.geometry.heads_of(tp, self.me.tp).start
         self.writer = Writer(self)
         self._acks: dict[str, int] = {}
         self._released: set[str] = set()
@@ -212,14 +211,15 @@ class PrefillEngine:
             count = self.world.block_count(request, self.me)
             if not self.pool.fits(count, request.prefill_blocks):
                 return
-            blocks = self.pool.take(request.index, count, request.prefill_blocks)
-            for block in blocks.tolist():
+            tables = self.pool.take_tables(request, self.me, request.prefill_blocks)
+            for block in (block for table in tables for block in table.tolist()):
                 if (last := self._last_owner.get(block)) is not None:
                     last.source_reused = True
                 self._last_owner[block] = waiting.transfer
-            waiting.transfer.prefill_blocks = blocks
+            waiting.transfer.prefill_tables = tables
             self.world.log("allocated", self.name, request=request.index)
-            self.contents[blocks] = 0
+            for blocks in tables:
+                self.contents[blocks] = 0
             self._running.append(self._queue.popleft())
 
     def _steps(self) -> Generator[Any, None, None]:
@@ -283,10 +283,11 @@ class PrefillEngine:
     def _fill(self, waiting: Waiting) -> None:
         """The blocks whose tokens are all computed hold their content; the last block of a prompt may be part full."""
         transfer = waiting.transfer
-        assert transfer.prefill_blocks is not None
+        assert transfer.prefill_tables is not None
         done = waiting.computed >= transfer.request.prompt_tokens
         full = transfer.request.prefill_size if done else waiting.computed // self.me.shape.block_size
-        self.contents[transfer.prefill_blocks[:full]] = transfer.prefill_contents[:full]
+        for blocks in transfer.prefill_tables:
+            self.contents[blocks[:full]] = transfer.prefill_contents[:full]
 
     def _guarded(self, rank: PrefillRank, chunk: list[tuple[Transfer, Leg | None]]) -> Generator[Any, None, None]:
         try:

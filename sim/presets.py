@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,11 @@ from sim.errors import InputError, nearest, short
 from sim.geometry import Geometry
 
 DTYPE_BYTES = {"fp8": 1, "bf16": 2, "fp16": 2, "fp32": 4}
-_MAX_LAYERS, _MAX_HEADS, _MAX_WIDTH = 1024, 1024, 1 << 16
+_MAX_LAYERS, _MAX_HEADS, _MAX_WIDTH, _MAX_WINDOW = 1024, 1024, 1 << 16, 1 << 24
+
+
+# Public defaults of Hugging Face's Gemma2Config and Gemma3TextConfig: every second, every sixth layer attends to all tokens.
+_FULL_EVERY = {"gemma2": 2, "gemma3_text": 6}
 
 
 class Preset(msgspec.Struct, frozen=True):
@@ -21,6 +26,13 @@ class Preset(msgspec.Struct, frozen=True):
     name: str
     geometry: Geometry
     source: str
+
+
+def _sliding(layers: int, kv_heads: int, head_dim: int, window: int, full_every: int) -> Geometry:
+    """Every `full_every`-th layer attends to all tokens, the others to the last `window`."""
+    full = Geometry(layers=layers, kv_heads=kv_heads, head_dim=head_dim)
+    rest = msgspec.structs.replace(full, window=window)
+    return msgspec.structs.replace(rest, minor=full, minor_layers=tuple(range(full_every - 1, layers, full_every)))
 
 
 def _gqa(layers: int, kv_heads: int, head_dim: int) -> Geometry:
@@ -67,6 +79,18 @@ PRESETS: dict[str, Preset] = {
             _gqa(16, 8, 64),
             "huggingface.co/meta-llama/Llama-3.2-1B config.json: num_hidden_layers 16, num_key_value_heads 8, head_dim 64",
         ),
+        Preset(
+            "gemma-3-27b",
+            _sliding(62, 16, 128, 1024, 6),
+            "huggingface.co/google/gemma-3-27b-it config.json, text_config: num_hidden_layers 62, num_key_value_heads 16, "
+            "head_dim 128, sliding_window 1024; every 6th layer attends to all tokens",
+        ),
+        Preset(
+            "gpt-oss-120b",
+            _sliding(36, 8, 64, 128, 2),
+            "huggingface.co/openai/gpt-oss-120b config.json: num_hidden_layers 36, num_key_value_heads 8, head_dim 64, "
+            "sliding_window 128, layer_types sliding and full in turn",
+        ),
     )
 }
 
@@ -109,28 +133,63 @@ def _within(place: str, value: object, number: int, limit: int) -> int:
     return number
 
 
+_FORM = "layers=2,kv_heads=8,head_dim=8 or layers=2,mla=64+16"
+_NUMBERS = {
+    "layers": _MAX_LAYERS, "kv_heads": _MAX_HEADS, "head_dim": _MAX_WIDTH, "window": _MAX_WINDOW,
+    "full_every": _MAX_LAYERS, "mla_every": _MAX_LAYERS, "gqa_every": _MAX_LAYERS,
+}  # fmt: skip
+_GQA = {"layers", "kv_heads", "head_dim"}
+_MODELS = (
+    {"layers", "mla"}, _GQA, _GQA | {"window"}, _GQA | {"window", "full_every"},
+    _GQA | {"mla", "mla_every"}, _GQA | {"mla", "gqa_every"},
+)  # fmt: skip
+
+
 def _from_numbers(text: str) -> Geometry:
-    form = "layers=2,kv_heads=8,head_dim=8 or layers=2,mla=64+16"
+    """A model from `name=number` parts: which parts make a model, `_MODELS` says.
+
+    Every `full_every`-th layer attends to all tokens; every `mla_every`-th layer of a GQA model has an MLA latent; every
+    `gqa_every`-th layer of an MLA model has K and V.
+    """
     fields: dict[str, str] = {}
     for part in text.split(","):
         name, equals, value = part.partition("=")
         if not equals or name in fields:
-            raise InputError("model", f"can't read {short(part)} in {short(text)}", f"use {form}")
-        if name not in ("layers", "kv_heads", "head_dim", "mla"):
-            hint = nearest(name, ("layers", "kv_heads", "head_dim", "mla"))
-            raise InputError("model", f"no field {short(name)} in {short(text)}", hint)
+            raise InputError("model", f"can't read {short(part)} in {short(text)}", f"use {_FORM}")
+        if name not in (*_NUMBERS, "mla"):
+            raise InputError("model", f"no field {short(name)} in {short(text)}", nearest(name, (*_NUMBERS, "mla")))
         fields[name] = value
+    if set(fields) not in _MODELS:
+        raise InputError("model", f"{short(text)} has not the fields of a model", f"use {_FORM}")
+    n = {name: _number(f"model.{name}", fields[name], limit) for name, limit in _NUMBERS.items() if name in fields}
+    layers = n["layers"]
+    mla = _latent(layers, fields["mla"]) if "mla" in fields else None
     if set(fields) == {"layers", "mla"}:
-        width = sum(_number("model.mla", part, _MAX_WIDTH) for part in fields["mla"].split("+"))
-        _within("model.mla", fields["mla"], width, _MAX_WIDTH)
-        return Geometry(layers=_number("model.layers", fields["layers"], _MAX_LAYERS), kv_heads=1, head_dim=width, mla=True)
-    if set(fields) == {"layers", "kv_heads", "head_dim"}:
-        return _gqa(
-            _number("model.layers", fields["layers"], _MAX_LAYERS),
-            _number("model.kv_heads", fields["kv_heads"], _MAX_HEADS),
-            _number("model.head_dim", fields["head_dim"], _MAX_WIDTH),
-        )
-    raise InputError("model", f"{short(text)} has not the fields of a model", f"use {form}")
+        assert mla is not None
+        return mla
+    gqa = Geometry(layers=layers, kv_heads=n["kv_heads"], head_dim=n["head_dim"], window=n.get("window", 0))
+    for field, main, minor in (
+        ("full_every", gqa, msgspec.structs.replace(gqa, window=0)),
+        ("mla_every", gqa, mla),
+        ("gqa_every", mla, gqa),
+    ):
+        if field in n and main is not None:
+            every = _within(f"model.{field}", n[field], n[field], layers)
+            return _mixed(main, minor, range(every - 1, layers, every))
+    return gqa
+
+
+def _latent(layers: int, text: str) -> Geometry:
+    width = sum(_number("model.mla", part, _MAX_WIDTH) for part in text.split("+"))
+    return Geometry(layers=layers, kv_heads=1, head_dim=_within("model.mla", text, width, _MAX_WIDTH), mla=True)
+
+
+def _mixed(main: Geometry, minor: Geometry | None, layers: Iterable[int]) -> Geometry:
+    """A model of which some layers are of another kind; of that kind alone if all are."""
+    found = tuple(layers)
+    if minor is None or not found:
+        return main
+    return minor if len(found) == main.layers else msgspec.structs.replace(main, minor=minor, minor_layers=found)
 
 
 def _from_config(path: Path) -> Geometry:
@@ -152,11 +211,40 @@ def _from_config(path: Path) -> Geometry:
     kv_heads = heads if config.get("num_key_value_heads") is None else number("num_key_value_heads", _MAX_HEADS)
     _within(f"{place} num_key_value_heads", kv_heads, kv_heads, heads)
     if config.get("head_dim") is not None:
-        return _gqa(layers, kv_heads, number("head_dim", _MAX_WIDTH))
-    hidden = number("hidden_size", 1 << 20)
-    if hidden % heads:
-        raise InputError(f"{place} hidden_size", f"{hidden} is no multiple of {heads} attention heads", "give head_dim too")
-    return _gqa(layers, kv_heads, _within(f"{place} head_dim", hidden // heads, hidden // heads, _MAX_WIDTH))
+        width = number("head_dim", _MAX_WIDTH)
+    else:
+        hidden = number("hidden_size", 1 << 20)
+        if hidden % heads:
+            raise InputError(f"{place} hidden_size", f"{hidden} is no multiple of {heads} attention heads", "give head_dim too")
+        width = _within(f"{place} head_dim", hidden // heads, hidden // heads, _MAX_WIDTH)
+    full = _gqa(layers, kv_heads, width)
+    if (attending := _full_layers(place, config, layers)) is None:
+        return full
+    return _mixed(msgspec.structs.replace(full, window=number("sliding_window", _MAX_WINDOW)), full, attending)
+
+
+def _full_layers(place: str, config: dict[str, Any], layers: int) -> list[int] | None:
+    """The layers that attend to all tokens, of a model with a sliding window; None: it has none.
+
+    `layer_types` says it layer by layer. Older configs leave it to the model class, of which `_FULL_EVERY` has two.
+    """
+    if config.get("sliding_window") is None or config.get("use_sliding_window") is False:
+        return None
+    types = config.get("layer_types")
+    if types is None:
+        every = config.get("sliding_window_pattern", _FULL_EVERY.get(str(config.get("model_type"))))
+        if every is None:
+            return []
+        if not isinstance(every, int) or isinstance(every, bool) or every < 1:
+            raise InputError(f"{place} sliding_window_pattern", f"{short(every)} is no count of layers", "use a number such as 6")
+        return list(range(every - 1, layers, every))
+    known = ("sliding_attention", "full_attention")
+    if not isinstance(types, list) or len(types) != layers:
+        raise InputError(f"{place} layer_types", f"{short(types)} is no list of {layers} types", f"use {' and '.join(known)}")
+    for kind in types:
+        if kind not in known:
+            raise InputError(f"{place} layer_types", f"{short(kind)} can't be modelled", f"use {' and '.join(known)}")
+    return [layer for layer, kind in enumerate(types) if kind == "full_attention"]
 
 
 def _config_at(place: str, path: Path) -> dict[str, Any]:

@@ -25,9 +25,9 @@ class ReadStep:
         self.world = engine.world
         self.me = engine.me
 
-    def run(self, leg: Leg | None, local: list[int]) -> Generator[Any, None, None]:
-        """The engine step in which the request runs: handshakes, reads, barrier, forward."""
-        dials = leg is not None and (local or not self._releases_without_session())
+    def run(self, leg: Leg | None, local: list[list[int]]) -> Generator[Any, None, None]:
+        """The engine step in which the request runs: handshakes, reads, barrier, forward. `local` are its block tables."""
+        dials = leg is not None and (any(local) or not self._releases_without_session())
         if leg is not None and dials and not (yield from self._handshake(leg)):
             self.engine.fail(self.transfer, "a handshake with prefill was not answered within the transfer timeout")
             return
@@ -36,29 +36,40 @@ class ReadStep:
             if leg is None or (self.me.release.read_handshake == "lazy" and not rank.reader.agents):
                 continue  # nothing to read, or it warned that no session is there and goes on without data
             sources = self._plan(rank, leg, local)
-            landings[rank.tp] = rank.reader.post(sources, self.transfer)
-            self._close_read(rank, leg, sources, landings[rank.tp])
+            landing = landings[rank.tp] = rank.reader.post(sources, self.transfer)
+            if landing.refusal is None:
+                self._close_read(rank, leg, sources, landing)
+        for landing in landings.values():
+            if landing.refusal is not None:
+                raise landing.refusal
         if self.transfer.request.external_zero:
             self.engine.compute_locally(self.transfer)
             return
         if any(landing.error for landing in landings.values()) and self.me.release.read_failure == "load_errors":
             last = max(ns for landing in landings.values() for ns in landing.done_ns if ns < NEVER)
             yield self.world.clock.timeout(max(last + 1 - self.world.clock.now, 1))
+            if len(self.me.tables) > 1 and self.me.release.failed_blocks == "one_table":
+                raise PeerRefusal("RuntimeError", "a read failed: the scheduler takes failed blocks of one block table only")
             self.engine.fail(self.transfer, "reads failed")
             return
         yield from self._use(landings)
 
-    def _plan(self, rank: DecodeRank, leg: Leg, local: list[int]) -> list[Source]:
-        if not local and self._releases_without_session():
+    def _plan(self, rank: DecodeRank, leg: Leg, local: list[list[int]]) -> list[Source]:
+        if not any(local) and self._releases_without_session():
             anyone = self.world.prefills[0].ranks[0]  # nothing is read: only the numbers count
-            return [Source(target.tp_rank, anyone, None, 0) for target in rank.reader.targets(leg)]
+            return [Source(target.tp_rank, anyone, []) for target in rank.reader.targets(leg)]
         sources = rank.reader.plan(leg, self.transfer, local)
-        own = set(local)
-        for source in sources:
-            if source.copy is not None and self.me.release.read_pairing == "remote_tail_as_local":
-                cells = source.copy.where // self.me.shape.heads % self.me.shape.num_blocks
-                self.transfer.own_blocks_only &= source.copy.by_unit or set(np.unique(cells).tolist()) <= own
+        if self.me.release.read_pairing == "remote_tail_as_local":  # may name blocks of others
+            self.transfer.own_blocks_only &= all(self._hits_own_blocks(source, local[0]) for source in sources)
         return sources
+
+    def _hits_own_blocks(self, source: Source, own: list[int]) -> bool:
+        for group, (copy, _) in zip(self.me.groups, source.batches, strict=False):
+            if copy is not None and not copy.by_unit:
+                cells = copy.where // group.shape.heads % group.shape.num_blocks
+                if not set(np.unique(cells).tolist()) <= set(own):
+                    return False
+        return True
 
     def _releases_without_session(self) -> bool:
         """Whether a read of nothing is only a release (0.31+); before it is an empty batch, which needs a session."""

@@ -6,13 +6,16 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import msgspec
 import numpy as np
 
 from sim.batch import Batch, Slice, head_slices, whole_blocks
 from sim.errors import PeerRefusal
+from sim.geometry import Geometry
+from sim.layers import Group
 from sim.ledger import Copy, SourceCache
 from sim.legs import Leg
-from sim.policies import MOST_RANKS, Target, as_int
+from sim.policies import MOST_HEADS, MOST_RANKS, Target, as_int
 from sim.transfer import Transfer
 from sim.writer import NEVER, AgentKey
 
@@ -21,21 +24,32 @@ if TYPE_CHECKING:
     from sim.prefill import PrefillRank
 
 
+Pairs = list[tuple[int, int]]  # (our block, prefill's block)
+
+
 class Source(NamedTuple):
-    """One prefill rank that a decode rank reads, and the batch of every layer (None: MoRI refuses it)."""
+    """One prefill rank that a decode rank reads, and the batch of every layer of each group; no batches: nothing is read.
+
+    The connector goes layer by layer: it reads those before layer `refused_at`, and raises `refusal` there.
+    """
 
     tp: int
     rank: PrefillRank
-    copy: Copy | None
-    entries: int
-    again: Callable[[], Copy | None] | None = None  # the batch as it would be read now
+    batches: list[Batch]
+    again: Callable[[], list[Batch]] | None = None  # the batches as they would be read now
+    refused_at: int = NEVER
+    refusal: PeerRefusal | None = None
 
 
 class Landing(NamedTuple):
-    """When the reads of one request are over at one rank: `done_ns[layer]` (NEVER: not at all), and what failed."""
+    """When the reads of one request are over at one rank: `done_ns[layer]` (NEVER: not at all), and what failed.
+
+    `refusal` is what the connector raised after it had posted some.
+    """
 
     done_ns: list[int]
     error: str
+    refusal: PeerRefusal | None = None
 
 
 class Reader:
@@ -100,9 +114,9 @@ class Reader:
 
     # -- reading ----------------------------------------------------------------------------------------------
 
-    def plan(self, leg: Leg, transfer: Transfer, local: Sequence[int]) -> list[Source]:
-        """Sources and batches of one request. Raises PeerRefusal where `start_load_kv` raises."""
-        release, geometry, me = self.me.release, self.world.geometry, self.me
+    def plan(self, leg: Leg, transfer: Transfer, local: Sequence[list[int]]) -> list[Source]:
+        """Sources and batches of one request, for its block tables. Raises PeerRefusal where `start_load_kv` raises."""
+        release = self.me.release
         flexible = self._flexible(leg)
         if flexible:
             targets = [Target(self._reads_started % as_int(leg.peer_tp), 0, 0, 1)]
@@ -110,37 +124,72 @@ class Reader:
         else:
             targets = self.targets(leg)
         dp = as_int(leg.dp_rank) if release.read_dp == "param" else 0
+        pairs = self._pairs(leg, local, transfer) if any(local) else []
         sources = []
         for target in targets:
             rank = self.agents.get((dp, target.tp_rank if flexible or len(targets) > 1 else None))
             if rank is None:
                 raise PeerRefusal("KeyError", f"no session to prefill DP rank {dp}")
-            guard_size = release.call("unknown_tp_guard")(leg.peer_tp, me.tp)
-            release.call("read_guard")(me.tp, guard_size, me.shape, rank.me.advertised_shape, geometry)
-            skipped = transfer.request.decode_hit_blocks if transfer.request.suffix_only else 0
-            batch = partial(self._batch, target, rank, leg, list(local), skipped)
-            copy, entries = batch() if len(local) else Batch(None, 0)
-            sources.append(Source(target.tp_rank, rank, copy, entries, lambda batch=batch: batch()[0]))  # type: ignore[misc]
+            refused_at, refusal = self._check_heads(rank, leg)
+            if refusal is not None and refused_at == 0:
+                raise refusal
+            batches = partial(self._batches, target, rank, pairs)
+            sources.append(Source(target.tp_rank, rank, batches() if pairs else [], batches, refused_at, refusal))
         return sources
 
-    def _batch(self, target: Target, rank: PrefillRank, leg: Leg, local_blocks: list[int], skipped: int) -> Batch:
-        geometry, mine, theirs, release = self.world.geometry, self.me.shape, rank.me.shape, self.me.release
-        remote_blocks = self._remote_blocks(leg, len(local_blocks))
-        pairs = release.call("read_pairing")(local_blocks, remote_blocks, skipped)
+    def _check_heads(self, rank: PrefillRank, leg: Leg) -> tuple[int, PeerRefusal | None]:
+        """The first layer that the release's guard refuses, and its refusal."""
+        guard, size = self.me.release.call("read_guard"), self.me.release.call("unknown_tp_guard")(leg.peer_tp, self.me.tp)
+        refused: list[tuple[int, PeerRefusal]] = []
+        for mine, theirs in zip(self.me.groups, rank.me.groups, strict=True):
+            try:
+                guard(self.me.tp, size, mine.shape, rank.me.advertised(theirs), self._guarded(mine.geometry))
+            except PeerRefusal as refusal:
+                refused.append((mine.layers[0], refusal))
+        return min(refused, key=lambda pair: pair[0]) if refused else (NEVER, None)
+
+    def _guarded(self, kind: Geometry) -> Geometry:
+        """A kind of layer as the guard sees it: how many heads there are in all it takes from the model's config."""
+        model = self.world.geometry
+        return msgspec.structs.replace(kind, kv_heads=MOST_HEADS) if model.mla and not kind.mla else kind
+
+    def _batches(self, target: Target, rank: PrefillRank, pairs: list[Pairs]) -> list[Batch]:
+        """The batch of each group."""
+        return [
+            self._batch(target, rank, mine, theirs, pairs[mine.table])
+            for mine, theirs in zip(self.me.groups, rank.me.groups, strict=True)
+        ]
+
+    def _pairs(self, leg: Leg, local: Sequence[list[int]], transfer: Transfer) -> list[Pairs]:
+        """Which of our blocks takes which of prefill's, by block table."""
+        me, pair = self.me, self.me.release.call("read_pairing")
+        skipped = transfer.request.decode_hit_blocks if transfer.request.suffix_only else 0
+        pairs = []
+        for table, ours, theirs in zip(me.tables, local, self._remote_blocks(leg, local), strict=True):
+            if kept := table.kept(me.shape.block_size):
+                ours, theirs = me.release.call("windows")(ours, theirs, kept, transfer.request.blocks - skipped)
+            pairs.append(pair(ours, theirs, 0 if kept else skipped))
+        return pairs
+
+    def _batch(self, target: Target, rank: PrefillRank, my_group: Group, their_group: Group, pairs: Pairs) -> Batch:
+        """The batch of each layer of a group."""
+        geometry, mine, theirs, release = my_group.geometry, my_group.shape, their_group.shape, self.me.release
         if not pairs:
             return Batch(None, 0)
         local, remote = (np.array(side, dtype=np.int64) for side in zip(*pairs, strict=True))
         self._check_bounds(local, remote, mine.num_blocks, theirs.num_blocks)
-        source = SourceCache(theirs, rank.engine.contents, rank.first_head)
+        source = SourceCache(theirs, rank.engine.contents, geometry.heads_of(rank.tp, rank.me.tp).start)
         sliced = release.read_map == "gather"
-        if release.read_guard == "layouts" and (advertised := rank.me.advertised_shape) is not None:
+        if release.read_guard == "layouts" and (advertised := rank.me.advertised(their_group)) is not None:
             sliced = mine.advertised != advertised.advertised
         if sliced:
-            return head_slices(geometry, source, mine, remote, local, Slice(target.remote, target.local, target.count))
+            # `gather` names the heads of the model as a whole; with layers of two kinds it has equal TP, so all heads.
+            count = target.count if release.read_map == "gather" and not self.world.geometry.mixed else mine.heads
+            return head_slices(geometry, source, mine, remote, local, Slice(target.remote, target.local, count))
         return whole_blocks(geometry, source, mine, remote, local, by_reader=True)
 
-    def _remote_blocks(self, leg: Leg, local: int) -> list[int]:
-        """The block ids in the leg, as this release reads them; one that expects another shape dies over it."""
+    def _remote_blocks(self, leg: Leg, local: Sequence[list[int]]) -> list[list[int]]:
+        """The block ids in the leg by block table, as this release reads them; one that expects other lists dies over it."""
         given, policy = leg.blocks, self.me.release.block_ids
         if not isinstance(given, list):
             raise PeerRefusal("TypeError", f"remote_block_ids {given!r:.40} is no list")
@@ -148,11 +197,13 @@ class Reader:
         if policy == "groups" and not grouped:
             raise PeerRefusal("TypeError", "block ids without groups")
         if policy == "flat" and grouped:
-            raise PeerRefusal("AssertionError", f"{local} local blocks and {len(given)} remote ones: block ids in groups")
-        blocks = given[0] if grouped and given else given
-        if not all(isinstance(block, int) for block in blocks):
+            raise PeerRefusal("AssertionError", f"{len(local[0])} local blocks and {len(given)} remote ones: block ids in groups")
+        tables = given if grouped and given else [given]
+        if not all(isinstance(block, int) for table in tables for block in table):
             raise PeerRefusal("TypeError", f"remote_block_ids {given!r:.40} holds no block ids")
-        return list(blocks)
+        if len(tables) != len(local):
+            raise PeerRefusal("ValueError", f"block ids of {len(tables)} block tables, and decode has {len(local)}")
+        return [list(table) for table in tables]
 
     def _check_bounds(self, local: Any, remote: Any, mine: int, theirs: int) -> None:
         """A block id beyond a pool: some releases look, all pass over what MoRI takes for an address."""
@@ -169,17 +220,17 @@ class Reader:
             transfer.posted_ns = clock.now
         done, error = [clock.now] * layers, ""
         for source in sources:
-            if source.copy is None:
-                error = "length out of range" if source.entries else error
-                if source.entries:
-                    self.world.log("transfer_failed", self.name, source.rank.name, transfer.index, detail=error)
-                continue
-            for layer in range(layers):
-                done[layer], failed = self._post_layer(source, source.copy, transfer, layer, done[layer])
-                error = failed or error
-        return Landing(done, error)
+            if any(copy is None and entries for copy, entries in source.batches):
+                error = "length out of range"
+                self.world.log("transfer_failed", self.name, source.rank.name, transfer.index, detail=error)
+            for layer in range(min(layers, source.refused_at) if source.batches else 0):
+                copy, entries = source.batches[self.me.places[layer][0]]
+                if copy is not None:
+                    done[layer], failed = self._post_layer(source, copy, entries, transfer, layer, done[layer])
+                    error = failed or error
+        return Landing(done, error, next((source.refusal for source in sources if source.refusal), None))
 
-    def _post_layer(self, source: Source, copy: Copy, transfer: Transfer, layer: int, done: int) -> tuple[int, str]:
+    def _post_layer(self, source: Source, copy: Copy, entries: int, transfer: Transfer, layer: int, done: int) -> tuple[int, str]:
         """Post one batch; when its layer is over, and the error it ends with."""
         clock, fabric = self.world.clock, self.world.fabric
         if source.rank.gone:
@@ -187,17 +238,17 @@ class Reader:
             self.world.log("transfer_failed", self.name, source.rank.name, transfer.index, layer, broken.error)
             return max(done, broken.done_at), broken.error
         busy_ns, post_at = fabric.occupancy_ns(copy.size_bytes, "read"), clock.now
-        careful = self._faulted or source.entries * self.world.geometry.layers > self._sq_depth
+        careful = self._faulted or entries * self.world.geometry.layers > self._sq_depth
         if careful:
-            post_at = self.rank.nic.queue(clock.now, source.entries, self._sq_depth)
-            if error := self._no_room(source.entries, post_at):
+            post_at = self.rank.nic.queue(clock.now, entries, self._sq_depth)
+            if error := self._no_room(entries, post_at):
                 self.world.log("transfer_failed", self.name, source.rank.name, transfer.index, layer, error)
                 return done, error
         land = source.rank.nic.occupy(self.rank.nic, post_at, busy_ns) + fabric.tail_ns(busy_ns, "read")
         if not careful:
             self._land_at(land, source, copy, transfer, layer)
             return max(done, land), ""
-        self.rank.nic.queued(land, source.entries)
+        self.rank.nic.queued(land, entries)
         effect = self.world.transfer_effect("read", source.rank.name, self.name, transfer.index, layer, land)
         error = effect.refused if self.me.release.sq_retry == "none" or effect.refused != "SQ full" else ""
         if effect.land_at is not None and not error:
@@ -219,7 +270,7 @@ class Reader:
             # Prefill may have given the blocks away before the NIC read them: what lands is what is there now.
             if self.rank.gone or source.rank.gone:
                 return
-            now = source.again() if transfer.source_reused and source.again else copy
+            now = source.again()[self.me.places[layer][0]][0] if transfer.source_reused and source.again else copy
             self.rank.land(layer, now or copy, transfer, source.rank.name, "read")
 
         clock = self.world.clock

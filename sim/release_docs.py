@@ -39,7 +39,10 @@ DEDUCED = (
             "a row has no abort; the connector tier runs one (`abort:0,at=before`)"),
     Deduced("0.33.0: a failure notice does not fence the other writers of a fan-in", "", "needs a transfer that is late on one rank only"),
     Deduced("a WRITE notice for a request that is running kills decode's scheduler", "generating"),
-    Deduced("pipeline parallelism: stages share ports and layer maps differ", "", "neither the model nor the harness has stages"),
+    Deduced("pipeline stages on one host share ports: the second stage of a rank never starts", "",
+            "measured by hand on 0.33.0 (a second process with the ports of D0 never starts); the harness has no stages"),
+    Deduced("0.33.0: an MLA model with a GQA layer gets the source's first head everywhere under unequal TP", "write/p2d4/mla+gqa8"),
+    Deduced("0.33.0: a GQA model with an MLA layer is not written under unequal, split heads, and decode waits", "write/p2d4/gqa8+mla"),
     Deduced("unequal pools force 0.33.0 to write head by head at equal TP: the same cells, more work requests", "",
             "coverage is the same either way, and work requests are not in a row"),
 )  # fmt: skip

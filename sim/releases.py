@@ -68,6 +68,9 @@ class ConnectorRelease(msgspec.Struct, frozen=True, kw_only=True):
     early_ack: str
     late_report: str
     pod_routing: str
+    windows: str
+    mixed_layers: str
+    failed_blocks: str
 
     def call(self, field: str) -> Callable[..., Any]:
         """The function that this release uses for `field`."""
@@ -157,6 +160,9 @@ _0_24 = ConnectorRelease(
     early_ack="crash",
     late_report="crash",
     pod_routing="none",
+    windows="as_full",
+    mixed_layers="any",
+    failed_blocks="any",
 )
 _0_25 = msgspec.structs.replace(
     _0_24,
@@ -207,7 +213,15 @@ _0_28 = msgspec.structs.replace(
     pod_routing="worker",
 )
 _0_29 = msgspec.structs.replace(_0_28, name="0.29.0", date="2026-09-09", cache_layouts="standard")
-_0_30 = msgspec.structs.replace(_0_29, name="0.30.0", date="2026-09-22", read_pairing="head", block_ids="groups")
+_0_30 = msgspec.structs.replace(
+    _0_29,
+    name="0.30.0",
+    date="2026-09-22",
+    read_pairing="head",
+    block_ids="groups",
+    windows="table_tail",
+    mixed_layers="hybrid_off",
+)
 _0_31 = msgspec.structs.replace(
     _0_30,
     name="0.31.0",
@@ -219,6 +233,7 @@ _0_31 = msgspec.structs.replace(
     read_barrier="per_layer_or_step",
     write_wait="first_failure",
     pod_routing="task",
+    failed_blocks="one_table",
 )
 _0_32 = msgspec.structs.replace(
     _0_31,
@@ -247,6 +262,7 @@ _0_33 = msgspec.structs.replace(
     release_port="effective",
     external_zero="release",
     early_release_acks="one",
+    mixed_layers="any",
 )
 _REFERENCE = msgspec.structs.replace(
     _0_33,
@@ -270,6 +286,9 @@ _REFERENCE = msgspec.structs.replace(
     decode_timer="recv_abort_timeout",
     abort_waiting="freed",
     late_report="ignored",
+    windows="prompt_tail",
+    mixed_layers="equal_tp",
+    failed_blocks="any",
 )
 
 RELEASES: dict[str, ConnectorRelease] = {

@@ -46,9 +46,12 @@ class _Strict(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 class Side(_Strict, frozen=True):
     """One engine: `tp` ranks for each of `dp` data-parallel ranks; `num_blocks` a rank's KV pool.
 
+    `pp` pipeline stages on one host would take the same ports, as no release counts them: the engine never starts.
+
     `pods` hosts share the DP ranks evenly. `max_tokens_per_step` splits prompts into chunks (prefill). `lookahead_tokens`
     are allocated beyond the prompt (speculative decoding). With `collectives` a TP rank that stalls in a layer stalls the
-    others; the executor kills an engine whose step takes longer than `executor_timeout_s`.
+    others; the executor kills an engine whose step takes longer than `executor_timeout_s`. `hybrid_kv` false is vLLM's
+    `--disable-hybrid-kv-cache-manager`: sliding-window layers are kept like all others.
 
     `layout` says how a layer's cache lies in memory: K and V `split` `[2, blocks, …]` (the default) or `interleaved`
     `[blocks, 2, …]`, both token-major (`order` NHD, the default) or head-major (HND); `packed` `[blocks, heads, tokens, K
@@ -58,6 +61,7 @@ class Side(_Strict, frozen=True):
 
     tp: Size = 1
     dp: Size = 1
+    pp: Annotated[int, Meta(ge=1, le=64)] = 1
     pods: Size = 1
     host: Host | None = None
     handshake_port: Port | None = None
@@ -73,6 +77,7 @@ class Side(_Strict, frozen=True):
     order: Literal["NHD", "HND"] | None = None
     block_size: BlockSize | None = None
     kv_dtype: KvDtype | None = None
+    hybrid_kv: bool = True
 
 
 class Timers(_Strict, frozen=True):

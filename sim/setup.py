@@ -11,6 +11,7 @@ from sim.clock import stream
 from sim.errors import InputError, PeerRefusal, nearest, short
 from sim.fabric import Fabric, get_fabric
 from sim.geometry import AXES, CacheShape, Geometry
+from sim.layers import Group, Table, groups_of, places_of, tables_of
 from sim.presets import DTYPE_BYTES, resolve_model
 from sim.releases import ConnectorRelease, get_release
 from sim.routers import Router, get_router
@@ -22,7 +23,11 @@ _MAX_CELLS = 1 << 24  # of one rank and layer
 
 
 class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
-    """One engine with every default filled in; `shape` is the cache of one rank and layer."""
+    """One engine with every default filled in.
+
+    `groups` are its layers by what they are like and which of the block `tables` they use, `places` each layer's group and
+    number in there. `shape` is the cache of one rank and layer of the kind that the model as a whole passes for.
+    """
 
     letter: str
     tp: int
@@ -31,19 +36,43 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
     handshake_port: int
     notify_port: int
     shape: CacheShape
+    groups: tuple[Group, ...]
+    places: tuple[tuple[int, int], ...]
+    tables: tuple[Table, ...]
     release: ConnectorRelease
     side: Side
 
-    @property
-    def advertised_shape(self) -> CacheShape | None:
-        """The cache as peers are told of it: K/V caches of releases that move single heads."""
-        return self.shape if self.release.write_plan == "head_slices" and self.shape.planes > 1 else None
+    def rows(self, tokens: int) -> list[tuple[int, int]]:
+        """For each block table of a request of so many tokens: blocks that are not allocated, and blocks in all.
+
+        Prefill has computed all of a prompt and keeps it (vLLM frees what a chunked prompt has left behind its window).
+        """
+        count = -(-(tokens + self.side.lookahead_tokens) // self.shape.block_size)
+        return _rows(self.tables, tokens, count, self.shape.block_size, self.letter == "D")
+
+    def advertised(self, group: Group) -> CacheShape | None:
+        """The cache of a layer as peers are told of it: K/V caches of releases that move single heads."""
+        return group.shape if self.release.write_plan == "head_slices" and group.shape.planes > 1 else None
 
     @property
-    def takes_its_cache(self) -> bool:
-        """Whether the release's connector can be started with a cache of this layout."""
-        taken: bool = self.release.call("cache_layouts")(self.shape.layout, self.shape.planes == 1)
-        return taken
+    def stages(self) -> int:
+        """Pipeline stages that start on this host, each of which binds the ports of its rank."""
+        return 1 if self.release.unsupported == "request_refused" else self.side.pp
+
+    def start_error(self, mode: str) -> str:
+        """Why the release's connector can't be started with these caches; empty if it can."""
+        takes = self.release.call("cache_layouts")
+        for group in self.groups:
+            if not takes(group.shape.layout, group.shape.planes == 1):
+                return f"ValueError: unsupported cache shape: {group.shape.layout}"
+        if self.release.unsupported == "request_refused":
+            return ""
+        if mode == "write" and any(table.window for table in self.tables):
+            return "NotImplementedError: WRITE with block tables for sliding windows"
+        mixed = len({group.table for group in self.groups}) < len(self.groups)
+        if mixed and self.release.mixed_layers == "hybrid_off" and self.side.hybrid_kv:
+            return "ValueError: layers of unequal block length with the hybrid KV cache manager"
+        return ""
 
     @property
     def host(self) -> str:
@@ -107,13 +136,17 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
 
 def resolve(scenario: Scenario) -> Setup:
     """Look up every name of the scenario; raises InputError for names and numbers that don't fit together."""
-    prefill_release = get_release(scenario.release)
-    decode_release = get_release(scenario.decode_release or scenario.release, "decode_release")
+    prefill_release = get_release(scenario.release).overridden(scenario.overrides)
+    decode_release = get_release(scenario.decode_release or scenario.release, "decode_release").overridden(scenario.overrides)
     geometry = resolve_model(scenario.model)
     router = get_router(scenario.router, prefill_release.name)
-    requests = _requests(scenario, router)
-    prefill = _endpoint("prefill", scenario, geometry, requests, prefill_release)
-    decode = _endpoint("decode", scenario, geometry, requests, decode_release)
+    tables = {
+        "prefill": tables_of(geometry, _hybrid(scenario.prefill, prefill_release)),
+        "decode": tables_of(geometry, _hybrid(scenario.decode, decode_release)),
+    }
+    requests = _requests(scenario, router, tables)
+    prefill = _endpoint("prefill", scenario, geometry, requests, prefill_release, tables["prefill"])
+    decode = _endpoint("decode", scenario, geometry, requests, decode_release, tables["decode"])
     _check_expect(scenario)
     _check_work(geometry, requests, prefill, decode)
     return Setup(
@@ -129,6 +162,22 @@ def resolve(scenario: Scenario) -> Setup:
         defer_timeout_ns=round(scenario.timers.defer_timeout_s * 1e9),
         recv_abort_timeout_ns=round(scenario.timers.recv_abort_timeout_s * 1e9),
     )
+
+
+def _hybrid(side: Side, release: ConnectorRelease) -> bool:
+    """Whether the engine has vLLM's hybrid KV cache manager, and so layers of unequal window unequal block tables."""
+    return side.hybrid_kv and release.windows != "as_full"
+
+
+def table_rows(name: str, tables: tuple[Table, ...], tokens: int, scenario: Scenario) -> list[tuple[int, int]]:
+    """`Endpoint.rows` of an engine that is yet to be filled in."""
+    side: Side = getattr(scenario, name)
+    count = _blocks(tokens + side.lookahead_tokens, scenario, name)
+    return _rows(tables, tokens, count, block_size_of(scenario, name), name == "decode")
+
+
+def _rows(tables: tuple[Table, ...], tokens: int, count: int, block_size: int, skips: bool) -> list[tuple[int, int]]:
+    return [(table.skipped(tokens, block_size) if skips else 0, count) for table in tables]
 
 
 def _faults(scenario: Scenario, requests: tuple[Request, ...], prefill: Endpoint, decode: Endpoint) -> tuple[Fault, ...]:
@@ -202,14 +251,14 @@ def _check_work(geometry: Geometry, requests: tuple[Request, ...], prefill: Endp
             f"more than the {_MAX_EVENTS} that end in minutes",
             f"{smaller} requests, the model's layers or tp",
         )
-    heads = geometry.heads_per_rank(prefill.tp) * prefill.tp + geometry.heads_per_rank(decode.tp) * decode.tp
-    cells = sum(request.blocks for request in requests) * geometry.planes * heads
+    a_block = sum(side.tp * g.shape.planes * g.shape.heads for side in (prefill, decode) for g in side.groups)
+    cells = sum(request.blocks for request in requests) * a_block
     if cells > _MAX_NEEDED:
         problem = f"its requests have {cells} cells on all ranks, more than the {_MAX_NEEDED} that fit in memory"
         raise InputError("scenario", problem, "lower requests, prompt_tokens or tp")
 
 
-def _requests(scenario: Scenario, router: Router) -> tuple[Request, ...]:
+def _requests(scenario: Scenario, router: Router, tables: dict[str, tuple[Table, ...]]) -> tuple[Request, ...]:
     wanted = scenario.requests
     if wanted is None:
         # One for each DP rank, so that a fault which only some DP ranks see is seen.
@@ -218,7 +267,7 @@ def _requests(scenario: Scenario, router: Router) -> tuple[Request, ...]:
     if not specs:
         raise InputError("requests", "[] holds no request", "leave it out, or give a number such as 1")
     arrivals = _arrivals(scenario, len(specs))
-    return tuple(_request(scenario, router, index, spec, arrivals[index]) for index, spec in enumerate(specs))
+    return tuple(_request(scenario, router, index, spec, arrivals[index], tables) for index, spec in enumerate(specs))
 
 
 def _arrivals(scenario: Scenario, count: int) -> list[int]:
@@ -231,7 +280,9 @@ def _arrivals(scenario: Scenario, count: int) -> list[int]:
     return arrivals
 
 
-def _request(scenario: Scenario, router: Router, index: int, spec: RequestSpec, arrival_ns: int) -> Request:
+def _request(
+    scenario: Scenario, router: Router, index: int, spec: RequestSpec, arrival_ns: int, tables: dict[str, tuple[Table, ...]]
+) -> Request:
     place = f"requests[{index}]"
     tokens = spec.prompt_tokens or scenario.prompt_tokens
     blocks = _blocks(tokens, scenario, "decode")
@@ -243,7 +294,8 @@ def _request(scenario: Scenario, router: Router, index: int, spec: RequestSpec, 
         ids = getattr(spec, f"{name}_blocks")
         if ids is None:
             continue
-        need = _blocks(tokens + side.lookahead_tokens, scenario, name)
+        rows = table_rows(name, tables[name], tokens, scenario)
+        need = sum(count - skipped for skipped, count in rows)
         if len(ids) != need:
             raise InputError(f"{place}.{name}_blocks", f"{len(ids)} blocks for a prompt of {need}", f"give {need} block ids")
         if len(set(ids)) != len(ids):
@@ -296,7 +348,12 @@ _DEFAULT_ADDRESS = {"prefill": ("10.0.0.1", 6301, 61005), "decode": ("10.0.0.2",
 
 
 def _endpoint(
-    name: str, scenario: Scenario, geometry: Geometry, requests: tuple[Request, ...], release: ConnectorRelease
+    name: str,
+    scenario: Scenario,
+    geometry: Geometry,
+    requests: tuple[Request, ...],
+    release: ConnectorRelease,
+    tables: tuple[Table, ...],
 ) -> Endpoint:
     side: Side = getattr(scenario, name)
     host, handshake_port, notify_port = _DEFAULT_ADDRESS[name]
@@ -306,24 +363,33 @@ def _endpoint(
     handshake_port, notify_port = side.handshake_port or handshake_port, side.notify_port or notify_port
     _check_ports(name, handshake_port, notify_port, side.dp * side.tp)
     try:
-        geometry.heads_of(0, side.tp)
+        for kind in geometry.kinds:
+            kind.heads_of(0, side.tp)
     except PeerRefusal as error:
-        sizes = [str(t) for t in range(1, 257) if geometry.kv_heads % t == 0 or t % geometry.kv_heads == 0]
+        sizes = [str(t) for t in range(1, 257) if all(kind.splits(t) for kind in geometry.kinds)]
         close = min(sizes, key=lambda t: abs(int(t) - side.tp))
         raise InputError(f"{name}.tp", f"{side.tp}: {error.text}", f"use {close}") from None
-    release = release.overridden(scenario.overrides)
-    layout, order = _layout(name, side, geometry, release)
-    kv_dtype = side.kv_dtype or scenario.kv_dtype
-    shape = CacheShape(
-        planes=geometry.planes,
-        num_blocks=_pool_size(name, side, scenario, requests),
-        block_size=block_size_of(scenario, name),
-        heads=geometry.heads_per_rank(side.tp),
-        head_bytes=geometry.head_dim * DTYPE_BYTES[kv_dtype],
-        layout=layout,
-        order=order,
-        kv_dtype=kv_dtype,
-    )
+    num_blocks = _pool_size(name, side, scenario, requests, tables)
+
+    def shape_of(kind: Geometry) -> CacheShape:
+        layout, order = _layout(name, side, kind, release)
+        kv_dtype = side.kv_dtype or scenario.kv_dtype
+        return CacheShape(
+            planes=kind.planes,
+            num_blocks=num_blocks,
+            block_size=block_size_of(scenario, name),
+            heads=kind.heads_per_rank(side.tp),
+            head_bytes=kind.head_dim * DTYPE_BYTES[kv_dtype],
+            layout=layout,
+            order=order,
+            kv_dtype=kv_dtype,
+        )
+
+    if geometry.mixed and (side.layout or side.order):
+        field = "layout" if side.layout else "order"
+        raise InputError(f"{name}.{field}", f"{side.layout or side.order!r} for a model of two kinds of layers", "leave it out")
+    groups = groups_of(geometry, _hybrid(side, release), shape_of)
+    shape = max((group.shape for group in groups), key=lambda shape: shape.units)
     if shape.units > _MAX_CELLS:
         raise InputError(f"{name}.num_blocks", f"{shape.num_blocks} blocks are more than this machine should hold",
                          f"use at most {_MAX_CELLS * shape.num_blocks // shape.units}, or a shorter prompt")  # fmt: skip
@@ -334,7 +400,10 @@ def _endpoint(
         hosts=hosts,
         handshake_port=handshake_port,
         notify_port=notify_port,
-        shape=shape,
+        shape=shape_of(geometry),
+        groups=groups,
+        places=places_of(groups),
+        tables=tables,
         release=release,
         side=side,
     )
@@ -367,14 +436,15 @@ def _check_ports(name: str, handshake_port: int, notify_port: int, ranks: int) -
         raise InputError(f"{name}.notify_port", problem, f"keep them at least {ranks} apart")
 
 
-def _pool_size(name: str, side: Side, scenario: Scenario, requests: tuple[Request, ...]) -> int:
+def _pool_size(name: str, side: Side, scenario: Scenario, requests: tuple[Request, ...], tables: tuple[Table, ...]) -> int:
     """Blocks of a rank's pool: as asked, else twice what its requests need, and block 0, which vLLM never hands out.
 
     With a workload blocks are used again; without, all requests may be there at once and must fit.
     """
     need, highest, largest = [0] * side.dp, 0, 0
     for request in requests:
-        size = _blocks(request.prompt_tokens + side.lookahead_tokens, scenario, name)
+        rows = table_rows(name, tables, request.prompt_tokens, scenario)
+        size = sum(count - skipped for skipped, count in rows)
         need[getattr(request, f"{name}_dp")] += size
         largest = max(largest, size)
         highest = max(highest, *(getattr(request, f"{name}_blocks") or (0,)))

@@ -82,14 +82,16 @@ def _policy_cell(records: list[ConnectorRelease], index: int, field: str) -> Tex
 
 
 def show_models(presets: list[Preset]) -> None:
-    """Geometry and source of each preset."""
+    """Geometry and source of each preset; `sliding` of its layers attend to the last `window` tokens."""
     out = console()
     table = Table()
-    for column in ("model", "layers", "KV heads", "head", "bytes/token/layer"):
+    for column in ("model", "layers", "sliding", "window", "KV heads", "head", "bytes/token/layer"):
         table.add_column(column, justify="left" if column == "model" else "right")
     for preset in presets:
         g = preset.geometry
-        table.add_row(preset.name, str(g.layers), "MLA" if g.mla else str(g.kv_heads), str(g.head_dim),
+        sliding = sum(window > 0 for window in g.windows)
+        table.add_row(preset.name, str(g.layers), str(sliding or ""), str(g.window or ""),
+                      "MLA" if g.mla else str(g.kv_heads), str(g.head_dim),
                       str(g.planes * g.kv_heads * g.head_dim * DTYPE_BYTES["bf16"]))  # fmt: skip
     out.print(table)
     out.print("bytes for bf16, of all heads together; sources:")

@@ -123,6 +123,9 @@ def _shrink_model(draft: Draft) -> Iterator[Draft]:
         geometry = resolve_model(draft.get("model", _DEFAULTS["model"]))
     except InputError:
         return
+    if geometry.window or geometry.minor is not None:  # first a model whose layers are all alike
+        yield from (_with(draft, "model", _model_text(kind)) for kind in geometry.kinds)
+        return
     for field in ("layers", "kv_heads", "head_dim"):
         for value in _lower(getattr(geometry, field)):
             yield _with(draft, "model", _model_text(msgspec.structs.replace(geometry, **{field: value})))

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from sim.geometry import Geometry
-from sim.ledger import Codes, Count, Need, cell_index, code_of
+from sim.ledger import Codes, Count
+from sim.memory import Needs, needs_of
 from sim.setup import Endpoint, Request
 
 
@@ -35,6 +35,18 @@ class BlockPool:
         self.held[request] = blocks
         return blocks
 
+    def take_tables(self, request: Request, endpoint: Endpoint, fixed: tuple[int, ...] | None) -> list[Codes]:
+        """Blocks of a request by block table, each as long as the prompt and the lookahead, 0 where none is allocated."""
+        rows = endpoint.rows(request.prompt_tokens)
+        taken = self.take(request.index, sum(count - skipped for skipped, count in rows), fixed)
+        if len(rows) == 1 and not rows[0][0]:
+            return [taken]
+        tables = []
+        for skipped, count in rows:
+            tables.append(np.concatenate([np.zeros(skipped, dtype=np.int64), taken[: count - skipped]]))
+            taken = taken[count - skipped :]
+        return tables
+
     def give_back(self, request: int) -> bool:
         blocks = self.held.pop(request, None)
         if blocks is None:
@@ -49,17 +61,17 @@ class Transfer:
     Both are shares of the same row of tokens, in which the request's begin at `first_token`.
     """
 
-    def __init__(self, request: Request, first_token: int, prefill: Endpoint, decode: Endpoint, geometry: Geometry) -> None:
+    def __init__(self, request: Request, first_token: int, prefill: Endpoint, decode: Endpoint) -> None:
         self.request = request
         self.index = request.index
         self.contents = first_token // decode.shape.block_size + 1 + np.arange(request.blocks, dtype=np.int64)
         self.prefill_contents = first_token // prefill.shape.block_size + 1 + np.arange(request.prefill_size, dtype=np.int64)
         self.router_id = f"tx-{request.index}"
-        self.prefill_blocks: Codes | None = None
-        self.decode_blocks: Codes | None = None
+        self.prefill_tables: list[Codes] | None = None
+        self.decode_tables: list[Codes] | None = None
         self.prefill_dp = request.prefill_dp  # where it really went: a router may err
         self.decode_dp = request.decode_dp
-        self.needs: list[Need] = []
+        self.needs: list[Needs] = []
         self.at_go: list[Count] = []
         self.went = False
         self.ended = False
@@ -74,22 +86,14 @@ class Transfer:
         self.ports_off = {"prefill": 0, "decode": 0}  # how far the ports in its id are from those that are bound
         self.home: object | None = None  # the decode engine that holds its blocks now
         self._decode = decode
-        self._geometry = geometry
 
-    def admit(self, blocks: Codes, home: object) -> None:
-        """Decode engine `home` allocated `blocks`: from now on it is known which cells each of its TP ranks needs."""
+    def admit(self, tables: list[Codes], home: object) -> None:
+        """Decode engine `home` allocated blocks: from now on it is known which cells each of its TP ranks needs."""
         self.home = home
-        self.decode_blocks = blocks
-        self.at_go = [Count(0, 0, 0)] * self._decode.tp
-        blocks = blocks[: self.request.blocks]
-        self.needs = []
-        for tp in range(self._decode.tp):
-            where, codes = [], []
-            for slot, head in enumerate(self._geometry.heads_of(tp, self._decode.tp)):
-                for plane in range(self._geometry.planes):
-                    where.append(cell_index(self._decode.shape, plane, blocks, slot))
-                    codes.append(code_of(self._geometry, self.contents, plane, head))
-            self.needs.append(Need(np.concatenate(where), np.concatenate(codes)))
+        self.decode_tables = tables
+        tp = self._decode.tp
+        self.at_go = [Count(0, 0, 0)] * tp
+        self.needs = [needs_of(self._decode.groups, tables, self.contents, rank, tp) for rank in range(tp)]
 
     def finish(self) -> None:
         """The client has its answer, good or bad; whoever waits for that is told once."""
@@ -100,21 +104,26 @@ class Transfer:
 
     def used(self, tp: int, count: Count) -> None:
         """Add what one layer of rank `tp` held when decode used it."""
-        so_far = self.at_go[tp]
-        self.at_go[tp] = Count(so_far.covered + count.covered, so_far.wrong + count.wrong, so_far.missing + count.missing)
+        self.at_go[tp] += count
 
 
 def response_of(params: dict[str, Any], me: Endpoint, dp: int, transfer: Transfer) -> dict[str, Any]:
     """What prefill's engine answers the router with when its request finished (vLLM's `request_finished`)."""
-    assert transfer.prefill_blocks is not None
-    ids = transfer.prefill_blocks.tolist()
+    assert transfer.prefill_tables is not None
+    groups = []
+    for ids, table in zip(transfer.prefill_tables, me.tables, strict=True):
+        given: list[int] = ids.tolist()
+        if kept := table.kept(me.shape.block_size):
+            end = transfer.request.prefill_size if me.release.windows == "prompt_tail" else len(given)
+            given = given[:end][-kept:]
+        groups.append(given)
     transfer_id = params.get("transfer_id")
     if me.release.transfer_id_missing == "synthesised":
         transfer_id = params.get("transfer_id", f"sidecar-P-{transfer.index}")
     answer = {
         "do_remote_prefill": True,
         "do_remote_decode": False,
-        "remote_block_ids": ids if me.release.block_ids == "flat" else [ids],
+        "remote_block_ids": groups[0] if me.release.block_ids == "flat" else groups,
         "remote_engine_id": f"{me.host}:{me.handshake_port}",
         "remote_host": me.host,
         "remote_handshake_port": str(me.handshake_port),

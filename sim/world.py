@@ -61,7 +61,7 @@ class World:
         self.transfers: list[Transfer] = []
         token, step = 0, math.lcm(setup.prefill.shape.block_size, setup.decode.shape.block_size)
         for request in setup.requests:
-            self.transfers.append(Transfer(request, token, setup.prefill, setup.decode, setup.geometry))
+            self.transfers.append(Transfer(request, token, setup.prefill, setup.decode))
             token += -(-request.prompt_tokens // step) * step
         self.prefills = [PrefillEngine(self, dp) for dp in range(setup.prefill.dp)]
         self.decodes = [DecodeEngine(self, dp) for dp in range(setup.decode.dp)]
@@ -87,14 +87,14 @@ class World:
         return [*self.prefills, *self.decodes]
 
     def block_count(self, request: Request, endpoint: Endpoint) -> int:
-        """Blocks that an engine allocates for a request: its prompt and the engine's lookahead."""
-        return -(-(request.prompt_tokens + endpoint.side.lookahead_tokens) // endpoint.shape.block_size)
+        """Blocks that an engine allocates for a request: its prompt and the engine's lookahead, in all block tables."""
+        return sum(count - skipped for skipped, count in endpoint.rows(request.prompt_tokens))
 
     def run(self) -> None:
         """Bind all ports, send all requests, and go on until nothing can move any more."""
         late = {fault.target: fault for fault in self.injector.planned("late-rank")}
         for engine in self.engines:
-            for rank in engine.ranks:
+            for rank in engine.ranks * engine.me.stages:
                 if (fault := late.get(rank.name)) is None:
                     self._bind(engine, rank)
                 else:
@@ -108,9 +108,9 @@ class World:
 
     def _all_start(self) -> bool:
         """Whether every engine's connector takes its cache; one that does not start is known to no router."""
-        refused = [engine for engine in self.engines if not engine.me.takes_its_cache]
-        for engine in refused:
-            engine.crash(f"ValueError: unsupported cache shape: {engine.me.shape.layout}", None)
+        refused = [(engine, why) for engine in self.engines if (why := engine.me.start_error(self.mode))]
+        for engine, why in refused:
+            engine.crash(why, None)
         for transfer in self.transfers if refused else ():
             transfer.bad_end = "crash"
             self._lose(transfer, "an engine never started")
@@ -356,6 +356,15 @@ class World:
 
     def refuses(self) -> str:
         """Why a correct connector would refuse this pair of engines before anything moves; empty if it would not."""
+        if max(self.setup.prefill.side.pp, self.setup.decode.side.pp) > 1:
+            return "pipeline parallelism"
+        if self.geometry.mixed and self.setup.prefill.tp != self.setup.decode.tp:
+            return "layers of two kinds under unequal tensor parallel sizes"
+        tables = (*self.setup.prefill.tables, *self.setup.decode.tables)
+        if self.mode == "write" and any(table.window for table in tables):
+            return "sliding-window block tables in WRITE"
+        if len(self.setup.prefill.tables) != len(self.setup.decode.tables):
+            return "one engine has block tables of its own for sliding windows, the other has not"
         try:
             map_fan(0, self.setup.prefill.tp, self.setup.decode.tp, self.geometry)
             check_slices(self.setup.prefill.shape, self.setup.decode.shape)

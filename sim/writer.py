@@ -45,7 +45,7 @@ class Peer:
 
 
 class Wire(NamedTuple):
-    """One target of a job: the rank reached, the batch of every layer (None: MoRI refuses it), or why there is none.
+    """One target of a job's layers of one group: the rank reached, the batch of each (None: MoRI refuses it), or why not.
 
     The NIC is busy for `busy_ns`, the batch has landed `tail_ns` later; `entries` work requests are left after merging.
     """
@@ -76,7 +76,7 @@ class Job:
         self.blocks: list[int] | None = None
         self.decode_dp = 0
         self.writes_done = 0
-        self.wires: list[Wire] | None = None
+        self.wires: list[list[Wire]] | None = None  # by group
         self.in_flight = 0
         self.last_land = 0
         self.error = ""
@@ -322,10 +322,10 @@ class Writer:
             self._wait_for_thread(job, layer)
             return
         if job.wires is None:
-            job.wires = self._wires(job)
+            job.wires = [self._wires(job, group) for group in range(len(self.me.groups))]
             if job.transfer.posted_ns < 0:
                 job.transfer.posted_ns = now
-        for wire in job.wires:
+        for wire in job.wires[self.me.places[layer][0]]:
             if wire.refusal is not None or wire.rank is None:
                 self.world.log("task_failed", self.name, request=job.transfer.index, layer=layer, detail=str(wire.refusal))
                 self._close_failed(job)
@@ -411,7 +411,7 @@ class Writer:
         if self.rank.gone or rank.gone:
             return
         if job.transfer.source_reused:
-            copy = self._read_again(job, rank, copy)
+            copy = self._read_again(job, rank, copy, layer)
         rank.land(layer, copy, job.transfer, self.name, "wrote")
 
     def _landed(self, job: Job, rank: DecodeRank, copy: Copy, layer: int, _event: Any) -> None:
@@ -422,16 +422,16 @@ class Writer:
         if job.sealed is not None:
             self._finalize(job)
 
-    def _read_again(self, job: Job, rank: DecodeRank, copy: Copy) -> Copy:
+    def _read_again(self, job: Job, rank: DecodeRank, copy: Copy, layer: int) -> Copy:
         """Prefill gave the blocks to another request before the NIC read them: what lands is what is there now."""
-        wires = self._wires(job)
+        wires = self._wires(job, self.me.places[layer][0])
         now = next((wire.copy for wire in wires if wire.rank is rank and wire.copy is not None), copy)
         return now.part(len(copy.where) / len(now.where))
 
     # -- offsets ----------------------------------------------------------------------------------------------
 
-    def _wires(self, job: Job) -> list[Wire]:
-        """Where every layer of the job goes: the same ranks and offsets, as layers have memory of their own."""
+    def _wires(self, job: Job, group: int) -> list[Wire]:
+        """Where every layer of a group goes: the same ranks and offsets, as layers have memory of their own."""
         wires = []
         if not job.targets and self._find_targets(job) is not None:
             return [Wire(None, None, 0, 0, refusal=PeerRefusal("KeyError", f"no session to decode DP rank {job.decode_dp}"))]
@@ -440,7 +440,7 @@ class Writer:
             try:
                 if rank is None:
                     raise PeerRefusal("KeyError", f"no session to decode DP rank {job.decode_dp}")
-                copy, entries = self._plan(job, target, rank)
+                copy, entries = self._plan(job, target, rank, group)
             except PeerRefusal as refusal:
                 wires.append(Wire(rank, None, 0, 0, refusal=refusal))
                 break
@@ -449,37 +449,44 @@ class Writer:
             wires.append(Wire(rank, copy, busy_ns, fabric.tail_ns(busy_ns, "write"), entries))
         return wires
 
-    def _plan(self, job: Job, target: Target, rank: DecodeRank) -> Batch:
-        """The batch of a layer to one decode rank and its work requests; no batch when MoRI refuses it."""
-        assert job.blocks is not None and job.transfer.prefill_blocks is not None
-        geometry, theirs = self.world.geometry, rank.me.shape
-        blocks = job.transfer.prefill_blocks.tolist()
+    def _plan(self, job: Job, target: Target, rank: DecodeRank, group: int) -> Batch:
+        """The batch of a layer of a group to one decode rank and its work requests; no batch when MoRI refuses it."""
+        assert job.blocks is not None and job.transfer.prefill_tables is not None
+        mine, theirs = self.me.groups[group], rank.me.groups[group]
+        geometry = mine.geometry
+        blocks = job.transfer.prefill_tables[mine.table].tolist()
         if self.me.release.write_clamp == "prompt_blocks":
             blocks = blocks[: job.transfer.request.prefill_size]
-        sliced = self.me.release.write_plan == "head_slices" and self._by_heads(job, target, rank)
+        sliced = self.me.release.write_plan == "head_slices" and self._by_heads(job, target, rank, group)
         pairs = self._pair(blocks, job.blocks)
         local, remote = (np.array(side, dtype=np.int64) for side in zip(*pairs, strict=True))
-        source = SourceCache(self.me.shape, self.rank.engine.contents, self.rank.first_head)
+        source = SourceCache(mine.shape, self.rank.engine.contents, geometry.heads_of(self.rank.tp, self.me.tp).start)
         if sliced:
-            return head_slices(geometry, source, theirs, local, remote, Slice(target.local, target.remote, target.count))
-        return whole_blocks(geometry, source, theirs, local, remote, by_reader=False)
+            return head_slices(geometry, source, theirs.shape, local, remote, Slice(target.local, target.remote, target.count))
+        return whole_blocks(geometry, source, theirs.shape, local, remote, by_reader=False)
 
-    def _by_heads(self, job: Job, target: Target, rank: DecodeRank) -> bool:
-        """Whether heads are moved one by one, not whole blocks (0.33.0). Raises PeerRefusal where they can't be."""
+    def _by_heads(self, job: Job, target: Target, rank: DecodeRank, group: int) -> bool:
+        """Whether heads are moved one by one, not whole blocks (0.33.0). Raises PeerRefusal where they can't be.
+
+        The target counts the heads that the model as a whole has, whatever the layers of this group have.
+        """
         assert job.leg is not None
-        geometry, mine, advertised = self.world.geometry, self.me.shape, rank.me.advertised_shape
+        mine, theirs = self.me.groups[group].shape, rank.me.groups[group].shape
+        advertised = rank.me.advertised(rank.me.groups[group]) if mine.planes > 1 else None
         advertises = rank.me.release.write_plan == "head_slices"
-        if advertises and mine.block_size != rank.me.shape.block_size:
-            raise PeerRefusal("MoRIIOError", f"{mine.block_size} tokens a block here, {rank.me.shape.block_size} at the peer")
-        assumed = geometry.heads_per_rank(self._known_size(as_int(job.leg.peer_tp), self.me.tp))
-        whole = target.count == mine.heads == assumed
+        if advertises and mine.block_size != theirs.block_size:
+            raise PeerRefusal("MoRIIOError", f"{mine.block_size} tokens a block here, {theirs.block_size} at the peer")
+        assumed = self.world.geometry.heads_per_rank(self._known_size(as_int(job.leg.peer_tp), self.me.tp))
+        whole = target.count == self.me.shape.heads == assumed
         if whole and (advertised is None or mine.advertised == advertised.advertised):
             return False
         if advertised is None:
-            raise PeerRefusal("MoRIIOError", "a write by heads needs a layout, and the peer advertises none")
+            why = "the peer advertises none" if mine.planes > 1 else "a latent has none"
+            raise PeerRefusal("MoRIIOError", f"a write by heads needs a layout of heads, and {why}")
         check_slices(mine, advertised)
-        if target.remote + target.count > advertised.heads:
-            raise PeerRefusal("ValueError", f"heads {target.remote}+{target.count} at a rank of {advertised.heads} heads")
+        if target.local + target.count > mine.heads or target.remote + target.count > advertised.heads:
+            heads = f"heads {target.local}+{target.count} of {mine.heads} to {target.remote}+{target.count} of {advertised.heads}"
+            raise PeerRefusal("ValueError", f"{heads} a rank")
         return True
 
     # -- the end of a transfer --------------------------------------------------------------------------------

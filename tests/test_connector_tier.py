@@ -24,7 +24,7 @@ from real_backend.translate import to_job
 from real_backend.vllm_setup import MORIIO_FOLDER
 from sim import Result, build
 from sim.errors import InputError, TierError
-from tests.test_measured import ROWS, observed, scenario_of
+from tests.test_measured import ROWS, observed, rounded, scenario_of
 
 SMALL = {"model": "layers=2,mla=64+16", "prefill": {"tp": 2}, "decode": {"tp": 2}}
 vllm = pytest.mark.vllm
@@ -47,6 +47,9 @@ def needs(*releases: str) -> None:
     ("fields", "place"),
     [
         ({"prefill": {"tp": 2, "max_tokens_per_step": 64}}, "prefill.max_tokens_per_step"),
+        ({"prefill": {"tp": 2, "pp": 2}}, "prefill.pp"),
+        ({"decode": {"tp": 2, "lookahead_tokens": 17}, "mode": "read"}, "decode.lookahead_tokens"),
+        ({"decode": {"tp": 2, "lookahead_tokens": 1}}, "decode.lookahead_tokens"),
         ({"decode": {"tp": 2, "dp": 2, "pods": 2}}, "decode.pods"),
         ({"workload": {"concurrency": 1}}, "workload"),
         ({"rdma": {"sq_depth": 4}}, "rdma"),
@@ -149,6 +152,9 @@ _MEASURED = (
     "0.27.0/read/p4d4/mla/toy",
     "0.33.0/write/p2d4/mla/toy",
     "0.33.0/read/p2d4/gqa2/toy",
+    "0.33.0/read/p1d1/sliding/caches=usual>ahead1/toy",
+    "0.33.0/read/p1d1/sliding/caches=one-table>usual/toy",
+    "0.33.0/write/p2d4/mla+gqa8/toy",
 )
 
 
@@ -160,10 +166,19 @@ def test_the_tier_gives_what_was_measured(release: str) -> None:
     assert len(rows) >= 2
     results = connector_tier.many([build(scenario_of(row) | {"timers": {}}) for row in rows])
     for row, result in zip(rows, results, strict=True):
-        assert observed(result, row["expect"]) == row["expect"], row["id"]
+        assert {name: rounded(value) for name, value in observed(result, row["expect"]).items()} == row["expect"], row["id"]
         assert result.tier == "connector"
         assert "race" in row or result.stray is not None
         assert "--tier connector" in result.replay
+
+
+@vllm
+def test_a_failed_read_of_a_model_with_several_block_tables_is_handed_to_vllms_scheduler() -> None:
+    needs("0.33.0")
+    model = "layers=4,kv_heads=8,head_dim=8,window=32,full_every=2"
+    result = connector_tier(build({"mode": "read", "model": model, "prompt_tokens": 64, "faults": ["fail-transfer:read,layer=1"]}))
+    assert result.outcome == "crash"
+    assert any("multiple KV cache groups" in finding.text for finding in result.findings)
 
 
 @pytest.fixture(scope="module")
