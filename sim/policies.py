@@ -517,7 +517,6 @@ POLICIES: dict[str, dict[str, Policy]] = {
     "mixed_layers": {
         "any": Policy("layers may differ in what a block of them holds"),
         "hybrid_off": Policy("an engine whose layers differ so starts only without the hybrid KV cache manager (0.30-0.32)"),
-        "equal_tp": Policy("layers may differ so if both engines have the same TP size"),
     },
     "failed_blocks": {
         "one_table": Policy("a failed read kills a decode engine whose model has several block tables (0.31+)"),

@@ -287,7 +287,6 @@ _REFERENCE = msgspec.structs.replace(
     abort_waiting="freed",
     late_report="ignored",
     windows="prompt_tail",
-    mixed_layers="equal_tp",
     failed_blocks="any",
 )
 
