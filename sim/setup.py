@@ -68,10 +68,10 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
         if self.release.unsupported == "request_refused":
             return ""
         if mode == "write" and any(table.window for table in self.tables):
-            return "NotImplementedError: WRITE with block tables for sliding windows"
+            return "NotImplementedError: WRITE with block tables for sliding windows (hybrid_kv = false turns them off)"
         mixed = len({group.table for group in self.groups}) < len(self.groups)
         if mixed and self.release.mixed_layers == "hybrid_off" and self.side.hybrid_kv:
-            return "ValueError: layers of unequal block length with the hybrid KV cache manager"
+            return "ValueError: layers of unequal block length with the hybrid KV cache manager (hybrid_kv = false turns it off)"
         return ""
 
     @property

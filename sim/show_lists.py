@@ -82,15 +82,15 @@ def _policy_cell(records: list[ConnectorRelease], index: int, field: str) -> Tex
 
 
 def show_models(presets: list[Preset]) -> None:
-    """Geometry and source of each preset; `sliding` of its layers attend to the last `window` tokens."""
+    """Geometry and source of each preset; `sliding` says how many layers attend to the last so many tokens."""
     out = console()
     table = Table()
-    for column in ("model", "layers", "sliding", "window", "KV heads", "head", "bytes/token/layer"):
+    for column in ("model", "layers", "sliding", "KV heads", "head", "bytes/token/layer"):
         table.add_column(column, justify="left" if column == "model" else "right")
     for preset in presets:
         g = preset.geometry
         sliding = sum(window > 0 for window in g.windows)
-        table.add_row(preset.name, str(g.layers), str(sliding or ""), str(g.window or ""),
+        table.add_row(preset.name, str(g.layers), f"{sliding} × {g.window}" if sliding else "",
                       "MLA" if g.mla else str(g.kv_heads), str(g.head_dim),
                       str(g.planes * g.kv_heads * g.head_dim * DTYPE_BYTES["bf16"]))  # fmt: skip
     out.print(table)
