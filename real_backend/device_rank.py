@@ -138,11 +138,13 @@ class DeviceRank(Rank):
         torch: Any = importlib.import_module("torch")
         (part,) = self._parts  # models of unlike layers are refused on this tier
         host_cells = part.cells
-        cells = part.cells = DeviceCells(**{each.name: getattr(host_cells, each.name) for each in fields(host_cells)})
+        cells = DeviceCells(**{each.name: getattr(host_cells, each.name) for each in fields(host_cells)})
         if self._device == "cpu":
             caches, _ = super()._allocate()
+            part.cells = cells
             flat = [cache.view(-1).view(torch.int32) for cache in caches.values()]
             return caches, [cells.view(each, self._size.num_blocks) for each in flat]
+        part.cells = cells
         torch.cuda.set_device(self._device)
         shape = self._cache_shape(cells)
         length, names = math.prod(cells.memory(self._size.num_blocks)[0]), layer_names(self._case.model)
