@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 # Swarm features that the harness can act on; what others draw would be refused.
-DRAWN = ("read", "tp", "large-tp", "dp", "model", "router", "prompt", "requests", "block-ids", "pools", "keys", "events")
+DRAWN = ("read", "tp", "large-tp", "dp", "model", "router", "prompt", "requests", "generate", "block-ids", "pools", "keys",
+         "events")  # fmt: skip
 # Timers short enough to wait for, yet longer than a healthy handshake takes on a busy machine.
 PINS: dict[str, Any] = {
     "fabric": "loopback",
@@ -14,6 +15,7 @@ PINS: dict[str, Any] = {
 
 
 _MOST_TP = 4
+_LONGEST_NS = 6_000_000_000  # longer than the timers above, so that what they bring finds requests that run
 _SIDES = ("prefill", "decode")
 
 
@@ -32,6 +34,8 @@ def fit(draft: dict[str, Any]) -> None:
             side["tp"] = min(side["tp"], _MOST_TP)
         if side.get("tp", 1) > 1:
             side.pop("dp", None)
+    if "generate_ns" in draft:
+        draft["generate_ns"] = min(draft["generate_ns"], _LONGEST_NS)
     requests = draft.get("requests")
     for spec in requests if isinstance(requests, list) else ():
         spec.pop("arrival_ns", None)

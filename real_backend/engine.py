@@ -55,6 +55,7 @@ class Abort:
 class Engine(threading.Thread):
     """Steps its ranks until told to stop. What happened is in `tracked`, `raised` and `stalled`.
 
+    `stops` are the requests whose first token is a stop token; what is called then notes that.
     An exception in any rank or in the scheduler ends the engine, as it ends vLLM's; its processes live on to be looked into.
     """
 
@@ -66,6 +67,7 @@ class Engine(threading.Thread):
         ranks: list[Child],
         on_response: Callable[[int, Leg], None],
         aborts: Mapping[int, Abort],
+        stops: Mapping[int, Callable[[], None]],
     ) -> None:
         super().__init__(daemon=True, name=f"{side} {ranks[0].name}")
         self.case, self.side, self.ranks = case, side, ranks
@@ -78,6 +80,7 @@ class Engine(threading.Thread):
         self._scheduler = scheduler
         self._on_response = on_response
         self._aborts = dict(aborts)
+        self._stops = dict(stops)
         self._inbox: queue.SimpleQueue[tuple[int, str, Leg]] = queue.SimpleQueue()
         self._stopping = threading.Event()
 
@@ -273,7 +276,10 @@ class Engine(threading.Thread):
                 return
             if (abort := self._aborts.get(request.index)) is not None and abort.at == "after":
                 abort.note()
-        answer = self._ask_scheduler("finish", request.request_id, "FINISHED_LENGTH_CAPPED")
+        if (stop := self._stops.get(request.index)) is not None:
+            stop()
+        status = "FINISHED_LENGTH_CAPPED" if stop is None else "FINISHED_STOPPED"
+        answer = self._ask_scheduler("finish", request.request_id, status)
         if answer is None:
             return
         keep, response = answer

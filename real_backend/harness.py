@@ -221,6 +221,18 @@ def await_ports(ranks: list[Child]) -> dict[int, str]:
     return bound
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Leg:
+    """A leg on its way to an engine, where it is `at` a time of the monotonic clock."""
+
+    at: float
+    side: Side
+    dp: int
+    index: int
+    request_id: str
+    params: Leg
+
+
 class Run:
     """The router's part, and the decision when a run is over."""
 
@@ -232,6 +244,7 @@ class Run:
         self._faults, self._book = faults, book
         self._unsent = sorted(range(len(case.requests)), key=lambda index: case.requests[index].arrival_s)
         self._down: set[EngineKey] = set()
+        self._late_legs: list[_Leg] = []
         self.transfer_ids: list[set[Any]] = [set() for _ in case.requests]
         self.engines = {key: self._engine(key) for key in children.ranks}
 
@@ -250,6 +263,7 @@ class Run:
                 self._faults.act(now_s, self._ranks(), over=self._all_ended())
                 self._restart_due(now_s)
                 self._send_due(now_s)
+                self._deliver_due()
                 for engine in self.engines.values():
                     if engine.failure:
                         raise _as_tier_error(engine.failure)
@@ -261,9 +275,9 @@ class Run:
             engine.join(timeout=0.5)
 
     def _engine(self, key: EngineKey) -> Engine:
-        aborts = self._aborts() if key[0] == "decode" else {}
+        aborts, stops = (self._aborts(), {}) if key[0] == "decode" else ({}, self._stops())
         children = self._children
-        return Engine(self._case, key[0], children.schedulers[key], children.ranks[key], self._prefill_done, aborts)
+        return Engine(self._case, key[0], children.schedulers[key], children.ranks[key], self._prefill_done, aborts, stops)
 
     def _ranks(self) -> dict[str, Child]:
         return {rank.name: rank for rank in self._children.all_ranks()}
@@ -316,6 +330,10 @@ class Run:
                 found[int(fault.target)] = Abort(fault.at or "waiting", (fault.ms or 0.0) / 1e3, note)
         return found
 
+    def _stops(self) -> dict[int, Callable[[], None]]:
+        planned = [fault for fault in self._case.plan.events if fault.kind == "stop-at-prefill"]
+        return {int(fault.target): functools.partial(self._book.note, fault) for fault in planned}
+
     def _prefill_done(self, index: int, response: Leg) -> None:
         if self._case.mode == "read":
             self._send_decode(index, response)
@@ -336,10 +354,32 @@ class Run:
             if "transfer_id" in leg:
                 with contextlib.suppress(TypeError):  # a list or a table, by a key fault: no message can go under it
                     self.transfer_ids[index].add(leg["transfer_id"])
-        if (side, dp) in self._down:  # nobody answers the router
-            self.engines[side, dp].tracked[request_id] = Tracked(index, request_id, "ended", failed=True)
-            return
-        self.engines[side, dp].submit(index, request_id, leg)
+        delay_s = 0.0
+        for fault in self._book.event("router", side, "", "", index):
+            if fault.kind == "fail-leg":
+                self._lose(side, dp, index, request_id)
+                return
+            delay_s += (fault.ms or 0.0) / 1e3
+        self._late_legs.append(_Leg(time.monotonic() + delay_s, side, dp, index, request_id, leg))
+        self._deliver_due()
+
+    def _deliver_due(self) -> None:
+        """Hand over the legs whose time has come; the engine thread of prefill's and the run's own may both be here."""
+        with self._lock:
+            due = [leg for leg in self._late_legs if leg.at <= time.monotonic()]
+            self._late_legs = [leg for leg in self._late_legs if leg not in due]
+        for leg in due:
+            if (leg.side, leg.dp) in self._down:  # nobody answers the router
+                self._lose(leg.side, leg.dp, leg.index, leg.request_id)
+            else:
+                self.engines[leg.side, leg.dp].submit(leg.index, leg.request_id, leg.params)
+
+    def _lose(self, side: Side, dp: int, index: int, request_id: str) -> None:
+        """A leg reaches no engine. In WRITE the router hears of a lost prefill leg when decode has answered, if ever."""
+        self.engines[side, dp].tracked[request_id] = Tracked(index, request_id, "ended", failed=True)
+        if side == "prefill" and self._case.mode == "read":
+            decode = self.engines["decode", self._case.requests[index].decode_dp]
+            decode.tracked[request_id] = Tracked(index, request_id, "ended", failed=True)
 
     def _all_ended(self) -> bool:
         requests = [request for engine in self.engines.values() for request in engine.tracked.values()]
@@ -348,7 +388,7 @@ class Run:
     def _over(self) -> bool:
         now = time.monotonic()
         engines = self.engines.values()
-        if self._faults.holding or self._down or self._unsent:
+        if self._faults.holding or self._down or self._unsent or self._late_legs:
             return False
         for engine in engines:
             started = engine.step_started

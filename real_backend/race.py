@@ -35,7 +35,10 @@ NO_BARRIER = Race(
     (),
     ("coverage_end",),
 )
-EARLY = Race("bytes of a planned early completion land when their request may be over, where only the model looks", ("written",))
+EARLY = Race(
+    "bytes of a planned early completion land while decode may already use its cells, or when its request is over",
+    ("coverage", "wrong", "written", "outcome"),
+)
 _PLANNED = "planned fault"
 
 

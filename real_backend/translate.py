@@ -35,7 +35,7 @@ _KNOWN: dict[str, tuple[str, ...]] = {
                  "decode_blocks"),
 }  # fmt: skip
 _HINT = "leave it out, or use --tier model"
-_EVENTS = (*NOTICE_KINDS, *TRANSFER_KINDS, *RANK_KINDS, "abort", "stale-registration")
+_EVENTS = (*NOTICE_KINDS, *TRANSFER_KINDS, *RANK_KINDS, "abort", "stop-at-prefill", "fail-leg", "delay-leg", "stale-registration")
 _RANK_MB = 90
 _MOST_TAGS = 2**31
 

@@ -86,8 +86,6 @@ def _judge(evidence: Evidence, index: int, reports: Mapping[str, RankReport], cr
     decode_ranks = evidence.ranks[at_decode]
     decode = _tracked(evidence.engines[at_decode], index)
     prefill = _tracked(evidence.engines[at_prefill], index)
-    if case.mode == "read" and prefill.failed:  # prefill was down, and so decode was never asked
-        decode = Tracked(index, "", "ended", failed=True)
 
     def noticed(*kinds: str) -> tuple[str, ...]:
         """Return the prefill ranks whose listener took in a message of one of `kinds` about the request.

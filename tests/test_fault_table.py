@@ -86,6 +86,8 @@ ROWS: list[tuple[str, tuple[str, ...], dict[str, Any], dict[tuple[str, ...], str
     ("chunks and lookahead", (), {"prefill": {"max_tokens_per_step": 64, "lookahead_tokens": 64}, "decode": {"lookahead_tokens": 64}},
      {since("0.24.0", "0.31.0"): "corrupt", since("0.32.0"): "ok"}),
     ("F28 stop token", ("stop-at-prefill:0",), {}, {since("0.24.0", "0.27.0"): "crash", since("0.28.0"): "ok"}),
+    ("stop token READ", ("stop-at-prefill:0",), {"mode": "read"}, {since("0.24.0", "0.27.0"): "crash", since("0.28.0"): "corrupt"}),
+    ("late leg", ("delay-leg:decode,ms=61000",), {}, {since("0.24.0", "0.32.0"): "hang", NEW: "failed"}),
     ("crash of P", ("crash-rank:P0,ms=3",), {}, {ALL: "crash"}),
     ("crash of D", ("crash-rank:D0,ms=3",), {}, {ALL: "crash"}),
     ("short stall", ("stall-rank:P0,ms=1,for=100",), {}, {ALL: "ok"}),
