@@ -101,7 +101,7 @@ def slices(draw: st.DrawFn) -> tuple[CacheShape, CacheShape, Slice, list[tuple[i
     mine, theirs = (shape("packed" if packed else draw(st.sampled_from(["split", "interleaved"]))) for _ in range(2))
     count = draw(st.integers(1, min(mine.heads, theirs.heads)))
     part = Slice(draw(st.integers(0, mine.heads - count)), draw(st.integers(0, theirs.heads - count)), count)
-    read, written = (draw(st.lists(st.integers(0, 3), unique=True, min_size=2, max_size=2)) for _ in range(2))
+    read, written = (draw(st.lists(st.integers(1, 3), unique=True, min_size=2, max_size=2)) for _ in range(2))  # never 0
     return mine, theirs, part, list(zip(sorted(read), written, strict=True))
 
 
