@@ -10,11 +10,11 @@ from collections import deque
 from collections.abc import Generator
 from typing import TYPE_CHECKING, Any
 
+from sim.announce import Announcer
 from sim.errors import PeerRefusal
 from sim.ledger import Codes, Copy, Count
-from sim.legs import Leg, peer_address, pods_of, read_leg, transfer_id_of
+from sim.legs import Leg, read_leg, transfer_id_of
 from sim.memory import Memory
-from sim.policies import MOST_RANKS, as_int, fold
 from sim.rank import Rank
 from sim.read_step import ReadStep
 from sim.reader import Reader, Source
@@ -121,6 +121,7 @@ class DecodeEngine:
         fixed = {b for r in world.setup.requests if r.decode_dp == dp for b in r.decode_blocks or ()}
         self.pool = BlockPool(self.me.shape.num_blocks, fixed)
         self.ledger = Memory(self.me.groups, self.me.places, self.me.tp)
+        self.announce = Announcer(world, self.me, dp, self.name)
         self.crashed = ""
         self.started = True
         self._early: list[tuple[Transfer, dict[str, Any]]] = []  # legs that came before all ranks were there
@@ -132,6 +133,9 @@ class DecodeEngine:
         self._waiting: set[int] = set()  # requests that wait for their KV
         self._reports: dict[int, int] = {}
         self._failed: set[int] = set()
+        # READ with lazy handshakes: when a step began to dial and how long it waits, and the reads that it put off
+        self.dialling = (-1, 0)
+        self.put_off: deque[tuple[ReadStep, Leg, list[list[int]]]] = deque()
 
     def start(self) -> None:
         """All ranks are there: take what has come so far."""
@@ -211,18 +215,19 @@ class DecodeEngine:
         transfer_id = transfer_id_of(params, release.transfer_id_missing, f"D-{transfer.index}") if params else None
         blocks: list[int] = self._allocate(transfer)[0].tolist()  # in WRITE there is one table, or the engine never starts
         if params:
-            self._mapped[str(transfer_id)] = transfer
-            self._id_of[transfer.index] = str(transfer_id)
+            self._map(transfer, str(transfer_id))
         if not wanted and release.match_write == "if_do_remote_prefill":
             self.compute_locally(transfer)
+            self._report_kept(transfer)
             return
         if transfer.request.external_zero:
-            self._announce_nothing(transfer, params, transfer_id, blocks)
+            self.announce.nothing(transfer, params, transfer_id, blocks)
             self.compute_locally(transfer)
+            self._report_kept(transfer)
             return
         self._waiting.add(transfer.index)
         if wanted:
-            self._tell_blocks(transfer, params, transfer_id, blocks)
+            self.announce.blocks(transfer, params, transfer_id, blocks)
         if release.decode_timer == "recv_abort_timeout":
             limit_ns = self.world.setup.recv_abort_timeout_ns
             self.world.clock.after(limit_ns, lambda _event: self._time_out(transfer))
@@ -230,56 +235,17 @@ class DecodeEngine:
         if abort is not None and abort.at == "waiting":
             after_ns = round((abort.ms or 0.0) * 1e6)
             self.world.clock.after(after_ns, lambda _event: self._abort_waiting(transfer, abort))
-        if params:
+        self._report_kept(transfer)
+
+    def _map(self, transfer: Transfer, transfer_id: str) -> None:
+        self._mapped[transfer_id] = transfer
+        self._id_of[transfer.index] = transfer_id
+
+    def _report_kept(self, transfer: Transfer) -> None:
+        """The step after the request's admission: ranks report what they have heard of its transfer before."""
+        if (transfer_id := self._id_of.get(transfer.index)) is not None:
             for rank in self.ranks:
-                rank.report_kept(str(transfer_id))
-
-    def _announce_nothing(self, transfer: Transfer, params: dict[str, Any], transfer_id: Any, blocks: list[int]) -> None:
-        """What prefill hears of a request that decode computes by itself (vllm#58108)."""
-        policy = self.me.release.external_zero
-        if policy == "full_table":
-            self._tell_blocks(transfer, params, transfer_id, blocks)
-        elif policy == "empty_list":
-            self._tell_blocks(transfer, params, transfer_id, [])
-        elif self.me.release.call("blocks_ready_gate")(params, self.dp, self.me.pod(self.dp)):
-            self._release_early(transfer, params, transfer_id)
-
-    def _tell_blocks(self, transfer: Transfer, params: dict[str, Any], transfer_id: Any, blocks: list[int]) -> None:
-        """Send our block ids to prefill's ranks, as many as this release counts."""
-        release = self.me.release
-        if not release.call("blocks_ready_gate")(params, self.dp, self.me.pod(self.dp)):
-            return
-        for address in self._prefill_ports(transfer, params, folded=True):
-            self.world.log("blocks_ready_sent", self.name, f"port {address[1]}", transfer.index)
-            self.world.network.send(
-                self.name, address, transfer.index, "remote_blocks",
-                lambda rank: rank.on_blocks_ready(transfer_id, transfer, blocks, self.dp),
-            )  # fmt: skip
-
-    def _prefill_ports(self, transfer: Transfer, params: dict[str, Any], folded: bool) -> list[tuple[str, int]]:
-        """Notify addresses of the prefill ranks that this release knows; unfolded ones know nothing of pods."""
-        release, peer = self.me.release, self.world.setup.prefill
-        host, _handshake, notify_port = peer_address(params, release.address, peer, self.world.named_ports(transfer, peer))
-        dp = params.get("remote_dp_rank", 0)
-        if not isinstance(dp, int):
-            raise PeerRefusal("TypeError", f"remote_dp_rank {dp!r} in port arithmetic")
-        local = as_int(params.get("remote_dp_size_local", 0) or 0) if release.pod_routing != "none" and folded else 0
-        if local:
-            hosts = pods_of(params, host)
-            host = hosts[dp // local] if dp // local < len(hosts) else hosts[0]
-        width = min(release.call("blocks_ready_width")(params, self.me.tp, peer.tp), MOST_RANKS)
-        offset = release.call("ports")
-        return [(host, notify_port + offset(fold(dp, local), tp, peer.tp)) for tp in range(width)]
-
-    def _release_early(self, transfer: Transfer, params: dict[str, Any], transfer_id: Any) -> None:
-        """Tell prefill's ranks that decode needs nothing of this request."""
-        consumer = self.me.tp if self.me.release.early_release_acks == "decode_size" else 1
-        for address in self._prefill_ports(transfer, params, folded=False):
-            self.world.log("release_sent", self.name, f"port {address[1]}", transfer.index)
-            self.world.network.send(
-                self.name, address, transfer.index, "release",
-                lambda rank: rank.on_release(transfer_id, transfer, consumer, self.name),
-            )  # fmt: skip
+                rank.report_kept(transfer_id)
 
     def report(self, transfer_id: str, failed: bool) -> bool:
         """A rank reported the transfer finished; the executor counts reports and does not ask from whom.
@@ -408,7 +374,7 @@ class DecodeEngine:
         if not params.get("do_remote_prefill"):
             return
         if self.world.mode == "write":
-            self._release_early(transfer, params, params.get("transfer_id"))
+            self.announce.release(transfer, params, params.get("transfer_id"))
             return
         leg = self._read_leg(transfer, params)
         if self.me.release.read_pairing == "exact":

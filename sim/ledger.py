@@ -24,6 +24,7 @@ from sim.geometry import CacheShape, Geometry
 
 Codes = NDArray[np.int64]
 EMPTY = 0
+_NOBODY = -1
 FOREIGN = -1
 
 
@@ -151,19 +152,22 @@ class Ledger:
         self._children: dict[int, dict[int, int]] = {}  # by copy, then by state before
         self._counts: dict[tuple[int, int], Count] = {}
         self._kept: list[Copy | Need] = []  # keeps ids in the two dicts above unique
-        self._regions: dict[int, list[list[int]]] = {}  # states by request, rank and layer
-        self._owner: Codes = np.full(shape.num_blocks, -1, dtype=np.int64)  # last request to own each block
+        # States by request, rank and layer; `_NOBODY` has the blocks that no request has owned yet.
+        self._regions: dict[int, list[list[int]]] = {_NOBODY: [[0] * geometry.layers for _ in range(tp)]}
+        self._owner: Codes = np.full(shape.num_blocks, _NOBODY, dtype=np.int64)  # last request to own each block
 
     def admit(self, region: int, blocks: Codes) -> None:
         """The request `region` owns `blocks` from now on; what their last owners left there is still there."""
-        before = [int(owner) for owner in np.unique(self._owner[blocks]) if owner >= 0]
+        before: list[int] = np.unique(self._owner[blocks]).tolist()
         states = [[0] * self.geometry.layers for _ in range(self._tp)]
         self._regions[region] = states
         for owner in before:
-            left = {state: self._left_in(state, blocks) for rows in self._regions[owner] for state in set(rows)}
+            left = {state: self._left_in(state, blocks) for rows in self._regions[owner] for state in set(rows) if state}
+            if not left:
+                continue
             for rank, rows in enumerate(self._regions[owner]):
                 for layer, state in enumerate(rows):
-                    for copy in left[state]:
+                    for copy in left.get(state, ()):
                         states[rank][layer] = self._after(states[rank][layer], copy)
         self._owner[blocks] = region
 
@@ -193,11 +197,8 @@ class Ledger:
         changed = 0
         for owner in np.unique(owners).tolist():
             mine = cells[owners == owner]
-            if owner < 0:
-                before, after = 0, self._after(0, copy)
-            else:
-                before = self._regions[owner][rank][layer]
-                after = self._regions[owner][rank][layer] = self._after(before, copy)
+            before = self._regions[owner][rank][layer]
+            after = self._regions[owner][rank][layer] = self._after(before, copy)
             if owner != home:
                 changed += int((self._units(before, mine) != self._units(after, mine)).any(axis=1).sum())
         return changed

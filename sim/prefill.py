@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from sim.announce import Announcer
 from sim.errors import PeerRefusal
 from sim.ledger import Codes
 from sim.legs import Leg, read_leg, transfer_id_of
@@ -131,6 +132,7 @@ class PrefillEngine:
         fixed = {b for r in world.setup.requests if r.prefill_dp == dp for b in r.prefill_blocks or ()}
         self.pool = BlockPool(self.me.shape.num_blocks, fixed)
         self.contents: Codes = np.zeros(self.me.shape.num_blocks, dtype=np.int64)
+        self.announce = Announcer(world, self.me, dp, self.name)
         self.crashed = ""
         self.started = True
         self._early: list[tuple[Transfer, dict[str, Any], Any]] = []  # legs that came before all ranks were there
@@ -221,6 +223,19 @@ class PrefillEngine:
             for blocks in tables:
                 self.contents[blocks] = 0
             self._running.append(self._queue.popleft())
+            self._announce(waiting)
+
+    def _announce(self, waiting: Waiting) -> None:
+        """A leg that asks prefill for a remote prefill: its scheduler tells its own ranks what decode's would tell them."""
+        params, transfer = waiting.params, waiting.transfer
+        if self.world.mode != "write" or not params.get("do_remote_prefill"):
+            return
+        assert transfer.prefill_tables is not None
+        try:
+            blocks = transfer.prefill_tables[0].tolist()
+            self.announce.nothing(transfer, params, self._transfer_id(transfer, params), blocks)
+        except PeerRefusal as refusal:
+            self._refuse_or_crash(transfer, refusal)
 
     def _steps(self) -> Generator[Any, None, None]:
         """Run admitted requests in batches, chunk by chunk, until there are none."""

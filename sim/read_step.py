@@ -24,24 +24,17 @@ class ReadStep:
         self.transfer = transfer
         self.world = engine.world
         self.me = engine.me
+        self._dials = self._put_off = False  # the step has handshakes, and reads for this request, or for another one
 
     def run(self, leg: Leg | None, local: list[list[int]]) -> Generator[Any, None, None]:
         """The engine step in which the request runs: handshakes, reads, barrier, forward. `local` are its block tables."""
         dials = leg is not None and (any(local) or not self._releases_without_session())
-        if leg is not None and dials and not (yield from self._handshake(leg)):
+        if leg is not None and dials and not (yield from self._handshake(leg, local)):
             self.engine.fail(self.transfer, "a handshake with prefill was not answered within the transfer timeout")
             return
-        landings: dict[int, Landing] = {}
-        for rank in self.engine.ranks:
-            if leg is None or (self.me.release.read_handshake == "lazy" and not rank.reader.agents):
-                continue  # nothing to read, or it warned that no session is there and goes on without data
-            sources = self._plan(rank, leg, local)
-            landing = landings[rank.tp] = rank.reader.post(sources, self.transfer)
-            if landing.refusal is None:
-                self._close_read(rank, leg, sources, landing)
-        for landing in landings.values():
-            if landing.refusal is not None:
-                raise landing.refusal
+        landings = {} if self._put_off else self._post(leg, local)
+        if leg is not None and not (self._dials or self._put_off):
+            self._post_put_off()
         if self.transfer.request.external_zero:
             self.engine.compute_locally(self.transfer)
             return
@@ -53,6 +46,27 @@ class ReadStep:
             self.engine.fail(self.transfer, "reads failed")
             return
         yield from self._use(landings)
+
+    def _post(self, leg: Leg | None, local: list[list[int]]) -> dict[int, Landing]:
+        """Post the reads of all ranks; raises what the connector raises. None for a rank that has nothing to read."""
+        landings: dict[int, Landing] = {}
+        for rank in self.engine.ranks:
+            if leg is None or (self.me.release.read_handshake == "lazy" and not rank.reader.agents):
+                continue  # or it warned that no session is there and goes on without data
+            sources = self._plan(rank, leg, local)
+            landing = landings[rank.tp] = rank.reader.post(sources, self.transfer)
+            if landing.refusal is None:
+                self._close_read(rank, leg, sources, landing)
+        for landing in landings.values():
+            if landing.refusal is not None:
+                raise landing.refusal
+        return landings
+
+    def _post_put_off(self) -> None:
+        """A step that reads also reads for one request whose turn did not come in its own step: too late for its forward."""
+        if self.engine.put_off:
+            step, leg, local = self.engine.put_off.popleft()
+            step._post(leg, local)
 
     def _plan(self, rank: DecodeRank, leg: Leg, local: list[list[int]]) -> list[Source]:
         if not any(local) and self._releases_without_session():
@@ -75,7 +89,18 @@ class ReadStep:
         """Whether a read of nothing is only a release (0.31+); before it is an empty batch, which needs a session."""
         return self.me.release.read_pairing in ("suffix", "by_position")
 
-    def _handshake(self, leg: Leg) -> Generator[Any, None, bool]:
+    def _share_the_wait(self, leg: Leg, local: list[list[int]], wait: int) -> int:
+        """Lazy handshakes: a step that dials reads for its first request alone (up to 0.26.0). Returns how long it waits."""
+        now, engine = self.world.clock.now, self.engine
+        if wait:
+            self._dials, engine.dialling = True, (now, wait)
+        elif engine.dialling[0] == now:
+            self._put_off = True
+            engine.put_off.append((self, leg, local))
+            wait = engine.dialling[1]
+        return wait
+
+    def _handshake(self, leg: Leg, local: list[list[int]]) -> Generator[Any, None, bool]:
         """Every rank handshakes with its peers; eager kinds vote, and wait for a port that nobody bound. False: in vain."""
         clock, eager = self.world.clock, self.me.release.read_handshake != "lazy"
         dials, dead = 0, False
@@ -94,6 +119,8 @@ class ReadStep:
                 keys = reader.keys(leg)
             dials = max(dials, len(reader.agents) - known)
         wait = self.world.setup.transfer_timeout_ns if dead else dials * self.world.timing.handshake_ns
+        if not eager and not dead:
+            wait = self._share_the_wait(leg, local, wait)
         if wait:
             yield clock.timeout(wait)
         return True

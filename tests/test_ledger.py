@@ -83,9 +83,13 @@ def test_a_write_astray_counts_the_cells_that_it_changes() -> None:
     ledger.admit(1, np.array([6]))
     copy = cell_copy(geometry, shape, np.array([1, 2, 3, 4]), np.array([4, 5, 6, 7]), 0, 0, 1)
     assert ledger.land_astray(0, 0, copy, home=0) == 2
-    assert ledger.land_astray(0, 0, copy, home=None) == 1, "the same identities again change only what nobody ever owned"
+    assert ledger.land_astray(0, 0, copy, home=None) == 0, "the same identities again change nothing"
     need = Need(np.array([6]), np.array([99]))
     assert ledger.count(0, 0, 1, need) == Count(0, 1, 0)
+    ledger.admit(2, np.array([7]))
+    assert ledger.count(0, 0, 2, Need(np.array([7]), code_of(geometry, np.array([4]), 0, 0))) == Count(1, 0, 0), (
+        "it lies there still"
+    )
 
 
 def test_a_new_owner_finds_what_the_last_one_left() -> None:
