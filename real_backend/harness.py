@@ -7,7 +7,6 @@ engines under load do; an idle vLLM engine may not step, and then notices timers
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 import signal
@@ -245,7 +244,7 @@ class Run:
         self._unsent = sorted(range(len(case.requests)), key=lambda index: case.requests[index].arrival_s)
         self._down: set[EngineKey] = set()
         self._late_legs: list[_Leg] = []
-        self.transfer_ids: list[set[Any]] = [set() for _ in case.requests]
+        self.transfer_ids: list[set[str]] = [set() for _ in case.requests]
         self.engines = {key: self._engine(key) for key in children.ranks}
 
     def drive(self) -> None:
@@ -350,10 +349,9 @@ class Run:
         router_id = f"___prefill_addr_{addresses[0]}___decode_addr_{addresses[1]}_{index:032x}"
         request_id = f"cmpl-{router_id}-0-{'a' * 8 if side == 'prefill' else 'd' * 8}"
         with self._lock:
-            self.transfer_ids[index].add(f"sidecar-{request_id}")  # what newer releases make of a missing one
+            self.transfer_ids[index].add(repr(f"sidecar-{request_id}"))  # what newer releases make of a missing one
             if "transfer_id" in leg:
-                with contextlib.suppress(TypeError):  # a list or a table, by a key fault: no message can go under it
-                    self.transfer_ids[index].add(leg["transfer_id"])
+                self.transfer_ids[index].add(repr(leg["transfer_id"]))
         delay_s = 0.0
         for fault in self._book.event("router", side, "", "", index):
             if fault.kind == "fail-leg":

@@ -32,8 +32,8 @@ class Evidence:
     case: ConnectorCase
     engines: Mapping[EngineKey, Engine]
     ranks: Mapping[EngineKey, list[Child]]
-    transfer_ids: Sequence[set[Any]]
-    """By request, every id under which its control messages may go."""
+    transfer_ids: Sequence[set[str]]
+    """By request, every id under which its control messages may go, as `repr` writes it: a key fault makes it anything."""
     past: Mapping[str, RankReport] = field(default_factory=dict)
     """What ranks had seen when a planned fault ended their first life."""
 
@@ -97,7 +97,7 @@ def _judge(evidence: Evidence, index: int, reports: Mapping[str, RankReport], cr
             rank.name
             for rank in evidence.ranks[at_prefill]
             if any(
-                notice.get("type") in kinds and notice.get("transfer_id") in ids and notice.get("block_notify_list") != []
+                notice.get("type") in kinds and repr(notice.get("transfer_id")) in ids and notice.get("block_notify_list") != []
                 for notice in reports[rank.name].notices
             )
         )

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from sim.announce import Announcer
 from sim.errors import PeerRefusal
 from sim.ledger import Codes, Copy, Count
-from sim.legs import Leg, read_leg, transfer_id_of
+from sim.legs import Leg, mapped_id_of, read_leg, transfer_id_of
 from sim.memory import Memory
 from sim.rank import Rank
 from sim.read_step import ReadStep
@@ -61,7 +61,7 @@ class DecodeRank(Rank):
             self.messages[transfer_id] = count
             return
         self.messages.pop(transfer_id, None)
-        if not transfer.aborted:  # the scheduler has forgotten the id, so that the rank reports nothing (measured)
+        if self.engine.maps(transfer_id):  # else the rank reports nothing (measured)
             self.world.log("told", self.name, sender, transfer.index)
         self._report(transfer_id, failed=False)
 
@@ -86,8 +86,11 @@ class DecodeRank(Rank):
 
     def report_kept(self, transfer_id: str) -> None:
         """A request has this transfer from now on: report what came before it."""
-        if (failed := self._unmatched.pop(transfer_id, None)) is not None:
-            self.engine.report(transfer_id, failed)
+        if (failed := self._unmatched.pop(transfer_id, None)) is None:
+            return
+        if not failed:
+            self.world.log("told", self.name, request=self.engine.request_of(transfer_id))
+        self.engine.report(transfer_id, failed)
 
     def look(self, transfer: Transfer, layer: int) -> None:
         """Decode uses this layer now: note what is there."""
@@ -215,7 +218,7 @@ class DecodeEngine:
         transfer_id = transfer_id_of(params, release.transfer_id_missing, f"D-{transfer.index}") if params else None
         blocks: list[int] = self._allocate(transfer)[0].tolist()  # in WRITE there is one table, or the engine never starts
         if params:
-            self._map(transfer, str(transfer_id))
+            self._map(transfer, str(self._mapped_id(transfer, params)))
         if not wanted and release.match_write == "if_do_remote_prefill":
             self.compute_locally(transfer)
             self._report_kept(transfer)
@@ -237,6 +240,9 @@ class DecodeEngine:
             self.world.clock.after(after_ns, lambda _event: self._abort_waiting(transfer, abort))
         self._report_kept(transfer)
 
+    def _mapped_id(self, transfer: Transfer, params: dict[str, Any]) -> Any:
+        return mapped_id_of(params, self.me.release.transfer_id_missing, f"D-{transfer.index}")
+
     def _map(self, transfer: Transfer, transfer_id: str) -> None:
         self._mapped[transfer_id] = transfer
         self._id_of[transfer.index] = transfer_id
@@ -246,6 +252,14 @@ class DecodeEngine:
         if (transfer_id := self._id_of.get(transfer.index)) is not None:
             for rank in self.ranks:
                 rank.report_kept(transfer_id)
+
+    def request_of(self, transfer_id: str) -> int:
+        """The number of the request that has this transfer now."""
+        return self._mapped[transfer_id].index
+
+    def maps(self, transfer_id: str) -> bool:
+        """Whether a request here has this transfer now."""
+        return transfer_id in self._mapped
 
     def report(self, transfer_id: str, failed: bool) -> bool:
         """A rank reported the transfer finished; the executor counts reports and does not ask from whom.
@@ -310,7 +324,7 @@ class DecodeEngine:
             self.compute_locally(transfer)
             return
         if params:
-            transfer_id_of(params, release.transfer_id_missing, f"D-{transfer.index}")
+            self._mapped_id(transfer, params)
         wanted = params.get("do_remote_prefill") and params.get("remote_block_ids") and "remote_engine_id" in params
         leg = self._read_leg(transfer, params) if wanted else None
         skipped = transfer.request.decode_hit_blocks if transfer.request.suffix_only else 0

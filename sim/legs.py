@@ -47,6 +47,23 @@ def transfer_id_of(params: Mapping[str, Any], policy: str, request_id: str) -> A
     return params["transfer_id"]
 
 
+def mapped_id_of(params: Mapping[str, Any], policy: str, request_id: str) -> Any:
+    """The id under which a scheduler maps a request; since 0.28.0 it takes an empty one for missing, and its workers do not.
+
+    Raises PeerRefusal where the scheduler raises.
+    """
+    found = transfer_id_of(params, policy, request_id)
+    mapped = found or f"sidecar-{request_id}" if policy == "synthesised" else found
+    check_hashable(mapped)
+    return mapped
+
+
+def check_hashable(transfer_id: Any) -> None:
+    """What can be no key of a table ends the step that looks it up."""
+    if isinstance(transfer_id, (list, dict)):
+        raise PeerRefusal("TypeError", f"unhashable type: '{type(transfer_id).__name__}'")
+
+
 def peer_address(params: Mapping[str, Any], policy: str, peer: Endpoint, in_id: tuple[int, int] | None) -> tuple[str, int, int]:
     """Host, handshake and notify base port of the peer: named in the params, and, `in_id`, by most routers in the request id."""
     named = [params.get(key) for key in _ADDRESS_KEYS]

@@ -14,7 +14,7 @@ import numpy as np
 from sim.announce import Announcer
 from sim.errors import PeerRefusal
 from sim.ledger import Codes
-from sim.legs import Leg, read_leg, transfer_id_of
+from sim.legs import Leg, mapped_id_of, read_leg, transfer_id_of
 from sim.rank import Rank
 from sim.transfer import BlockPool, Transfer, response_of
 from sim.writer import Writer
@@ -162,13 +162,14 @@ class PrefillEngine:
         try:
             if self.me.release.unsupported == "request_refused" and (why := self.world.refuses()):
                 raise PeerRefusal("Refused", why)
+            mapped = self._mapped_id(transfer, params) if params else None
             leg = self._read(transfer, params)
         except PeerRefusal as refusal:
             self._refuse_or_crash(transfer, refusal)
             answer.succeed(None)
             return
         if params.get("do_remote_decode"):
-            self.known[str(self._transfer_id(transfer, params))] = transfer
+            self.known[str(mapped)] = transfer
         self._queue.append(Waiting(transfer, params, leg, answer))
         self._start()
 
@@ -199,6 +200,9 @@ class PrefillEngine:
             return None
         peer = self.world.setup.decode
         return read_leg(params, self.me, peer, f"P-{transfer.index}", self.world.named_ports(transfer, peer))
+
+    def _mapped_id(self, transfer: Transfer, params: dict[str, Any]) -> Any:
+        return mapped_id_of(params, self.me.release.transfer_id_missing, f"P-{transfer.index}")
 
     def _transfer_id(self, transfer: Transfer, params: dict[str, Any]) -> Any:
         return transfer_id_of(params, self.me.release.transfer_id_missing, f"P-{transfer.index}")

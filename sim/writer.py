@@ -18,7 +18,7 @@ from sim.batch import Batch, Slice, head_slices, whole_blocks
 from sim.errors import PeerRefusal
 from sim.geometry import check_slices
 from sim.ledger import Copy, SourceCache
-from sim.legs import Leg
+from sim.legs import Leg, check_hashable
 from sim.policies import MOST_RANKS, Target, as_int, fold
 from sim.rank import Rank
 from sim.setup import Endpoint
@@ -111,7 +111,8 @@ class Writer:
         self._known_size, self._done_to = release.call("unknown_tp_map"), release.call("write_done_to")
 
     def job(self, transfer: Transfer, leg: Leg) -> Job:
-        """The job of a transfer that prefill's forward is about to write."""
+        """The job of a transfer that prefill's forward is about to write. Raises PeerRefusal for an id that can be no key."""
+        check_hashable(leg.transfer_id)
         job = self._job_of(str(leg.transfer_id), transfer)
         job.leg = self._last_leg = leg
         job.peer = self.peers.setdefault((leg.host, leg.handshake_port), Peer())
@@ -528,8 +529,9 @@ class Writer:
     def _close(self, job: Job) -> None:
         """Nothing more happens for this transfer here; the rank reports it finished."""
         job.closed = True
-        # Since acks are counted, an id that is no string is never matched to a request.
-        if job.leg is None or isinstance(job.leg.transfer_id, str) or self.me.release.acks == "any":
+        # A rank whose id the scheduler doesn't map is never matched to a request, nor, since acks are counted, is no id at all.
+        known = job.id in self.rank.engine.known
+        if job.leg is None or (known and (job.leg.transfer_id is not None or self.me.release.acks == "any")):
             self.rank.engine.report(job.transfer, self.name)
 
     def _expire(self, job: Job) -> None:
