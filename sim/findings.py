@@ -217,6 +217,7 @@ _ERROR_POLICIES = {
     "sliding windows": "windows",
     "block tables, and decode": "windows",
     "unequal block length": "mixed_layers",
+    "recurrent states": "states",
     "failed blocks of one block table": "failed_blocks",
 }
 

@@ -20,7 +20,7 @@ from sim.geometry import check_slices
 from sim.ledger import Copy, SourceCache
 from sim.legs import Leg
 from sim.policies import MOST_RANKS, Target, as_int, fold
-from sim.rank import Rank
+from sim.rank import Rank, Tables
 from sim.setup import Endpoint
 from sim.transfer import Transfer
 
@@ -73,7 +73,7 @@ class Job:
         self.deferred: list[int] = []
         self.sealed: int | None = None
         # decode's blocks and what was written of them; a second message starts this over
-        self.blocks: list[int] | None = None
+        self.blocks: Tables | None = None
         self.decode_dp = 0
         self.writes_done = 0
         self.wires: list[list[Wire]] | None = None  # by group
@@ -293,7 +293,7 @@ class Writer:
             self.world.clock.after(self.world.setup.defer_timeout_ns, lambda _event: self._expire(job))
         job.deferred.append(layer)
 
-    def blocks_ready(self, transfer_id: Any, transfer: Transfer, blocks: list[int], decode_dp: int) -> None:
+    def blocks_ready(self, transfer_id: Any, transfer: Transfer, blocks: Tables, decode_dp: int) -> None:
         """Decode's scheduler told us where the blocks go. Ignored when the transfer is over here."""
         job = self._job_of(str(transfer_id), transfer)
         if job.closed:
@@ -435,7 +435,10 @@ class Writer:
         wires = []
         if not job.targets and self._find_targets(job) is not None:
             return [Wire(None, None, 0, 0, refusal=PeerRefusal("KeyError", f"no session to decode DP rank {job.decode_dp}"))]
+        state = self.me.groups[group].geometry.state
         for key, target in zip(self._keys(job, job.decode_dp), job.targets, strict=False):
+            if not target.count and not state:
+                continue  # another rank writes the same heads
             rank = job.peer.agents.get(key)
             try:
                 if rank is None:
@@ -457,12 +460,16 @@ class Writer:
         blocks = job.transfer.prefill_tables[mine.table].tolist()
         if self.me.release.write_clamp == "prompt_blocks":
             blocks = blocks[: job.transfer.request.prefill_size]
-        sliced = self.me.release.write_plan == "head_slices" and self._by_heads(job, target, rank, group)
-        pairs = self._pair(blocks, job.blocks)
+        part: Slice | None = None
+        if geometry.state:
+            part = self._state_slice(job, target, mine.shape.heads, theirs.shape.heads)
+        elif self.me.release.write_plan == "head_slices" and self._by_heads(job, target, rank, group):
+            part = Slice(target.local, target.remote, target.count)
+        pairs = self._pair(blocks, job.blocks[mine.table])
         local, remote = (np.array(side, dtype=np.int64) for side in zip(*pairs, strict=True))
         source = SourceCache(mine.shape, self.rank.engine.contents, geometry.heads_of(self.rank.tp, self.me.tp).start)
-        if sliced:
-            return head_slices(geometry, source, theirs.shape, local, remote, Slice(target.local, target.remote, target.count))
+        if part is not None:
+            return head_slices(geometry, source, theirs.shape, local, remote, part)
         return whole_blocks(geometry, source, theirs.shape, local, remote, by_reader=False)
 
     def _by_heads(self, job: Job, target: Target, rank: DecodeRank, group: int) -> bool:
@@ -488,6 +495,28 @@ class Writer:
             heads = f"heads {target.local}+{target.count} of {mine.heads} to {target.remote}+{target.count} of {advertised.heads}"
             raise PeerRefusal("ValueError", f"{heads} a rank")
         return True
+
+    def _state_slice(self, job: Job, target: Target, mine: int, theirs: int) -> Slice | None:
+        """Which of the `mine` heads of a state go where among the `theirs` (None: the whole state, at assumed equal TP).
+
+        Read in 0.33.0's moriio_layout.py: both numbers are true ones, the shares follow from the peer TP in the leg, and a
+        state is sliced or gathered even where the heads of K and V are not. Raises PeerRefusal where they don't fit.
+        """
+        assert job.leg is not None
+        told, own = as_int(job.leg.peer_tp), self.me.tp
+        size = self._known_size(told, own)
+        if size == own:
+            if told != own:  # 0, which means own to everything else
+                raise PeerRefusal("NotImplementedError", f"recurrent states of TP size {own} to TP size {told}")
+            return None
+        fan_out, fan_in = max(1, size // own), max(1, own // size)
+        if mine == theirs:
+            return Slice(0, 0, mine)
+        if fan_out > 1 and mine == fan_out * theirs:
+            return Slice(target.tp_rank % fan_out * theirs, 0, theirs)
+        if fan_in > 1 and theirs == fan_in * mine:
+            return Slice(0, self.rank.tp % fan_in * mine, mine)
+        raise PeerRefusal("ValueError", f"recurrent states of {mine} heads here and {theirs} at the peer")
 
     # -- the end of a transfer --------------------------------------------------------------------------------
 
