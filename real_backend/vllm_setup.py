@@ -284,7 +284,11 @@ def refuse_states(case: ConnectorCase, config: EngineConfig) -> None:
         return
     names = layer_names(case.model)
     specs = {name: _layer_spec(case, config.side, layer) for layer, name in enumerate(names)}
-    importlib.import_module("vllm.v1.core.kv_cache_utils").unify_hybrid_kv_cache_specs(specs)
+    unify = "unify_hybrid_kv_cache_specs"
+    module = importlib.import_module("vllm.v1.core.kv_cache_utils")
+    if not hasattr(module, unify):  # 0.33+
+        module = importlib.import_module("vllm.v1.core.kv_cache_planning")
+    getattr(module, unify)(specs)
 
 
 def _hf_config(shape: ModelShape, query_heads: int) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from sim.batch import Batch, Slice, head_slices, whole_blocks
+from sim.batch import Batch, Slice, head_slices, state_slice, whole_blocks
 from sim.errors import PeerRefusal
 from sim.geometry import check_slices
 from sim.ledger import Copy, SourceCache
@@ -454,7 +454,7 @@ class Writer:
 
     def _plan(self, job: Job, target: Target, rank: DecodeRank, group: int) -> Batch:
         """The batch of a layer of a group to one decode rank and its work requests; no batch when MoRI refuses it."""
-        assert job.blocks is not None and job.transfer.prefill_tables is not None
+        assert job.blocks is not None and job.transfer.prefill_tables is not None and job.leg is not None
         mine, theirs = self.me.groups[group], rank.me.groups[group]
         geometry = mine.geometry
         blocks = job.transfer.prefill_tables[mine.table].tolist()
@@ -462,7 +462,10 @@ class Writer:
             blocks = blocks[: job.transfer.request.prefill_size]
         part: Slice | None = None
         if geometry.state:
-            part = self._state_slice(job, target, mine.shape.heads, theirs.shape.heads)
+            size = self._known_size(as_int(job.leg.peer_tp), self.me.tp)
+            if size == self.me.tp != as_int(job.leg.peer_tp):  # 0, which means own size to everything else
+                raise PeerRefusal("NotImplementedError", f"recurrent states of TP size {size} to TP size {job.leg.peer_tp}")
+            part = state_slice(self.rank.tp, self.me.tp, target.tp_rank, size, mine.shape.heads, theirs.shape.heads)
         elif self.me.release.write_plan == "head_slices" and self._by_heads(job, target, rank, group):
             part = Slice(target.local, target.remote, target.count)
         pairs = self._pair(blocks, job.blocks[mine.table])
@@ -495,28 +498,6 @@ class Writer:
             heads = f"heads {target.local}+{target.count} of {mine.heads} to {target.remote}+{target.count} of {advertised.heads}"
             raise PeerRefusal("ValueError", f"{heads} a rank")
         return True
-
-    def _state_slice(self, job: Job, target: Target, mine: int, theirs: int) -> Slice | None:
-        """Which of the `mine` heads of a state go where among the `theirs` (None: the whole state, at assumed equal TP).
-
-        Read in 0.33.0's moriio_layout.py: both numbers are true ones, the shares follow from the peer TP in the leg, and a
-        state is sliced or gathered even where the heads of K and V are not. Raises PeerRefusal where they don't fit.
-        """
-        assert job.leg is not None
-        told, own = as_int(job.leg.peer_tp), self.me.tp
-        size = self._known_size(told, own)
-        if size == own:
-            if told != own:  # 0, which means own to everything else
-                raise PeerRefusal("NotImplementedError", f"recurrent states of TP size {own} to TP size {told}")
-            return None
-        fan_out, fan_in = max(1, size // own), max(1, own // size)
-        if mine == theirs:
-            return Slice(0, 0, mine)
-        if fan_out > 1 and mine == fan_out * theirs:
-            return Slice(target.tp_rank % fan_out * theirs, 0, theirs)
-        if fan_in > 1 and theirs == fan_in * mine:
-            return Slice(0, self.rank.tp % fan_in * mine, mine)
-        raise PeerRefusal("ValueError", f"recurrent states of {mine} heads here and {theirs} at the peer")
 
     # -- the end of a transfer --------------------------------------------------------------------------------
 
