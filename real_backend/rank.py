@@ -134,7 +134,7 @@ class Rank:
         for part in self._parts:
             blocks = self._blocks(request, part.table)
             first = blocks.count(0)  # what has left the window is not needed
-            position = self._case.tokens(request) - 2 if part.cells.model.state else first  # decode computes the last token
+            position = max(0, self._case.tokens(request) - 2) if part.cells.model.state else first  # decode computes the last token
             views = [(self._used[request] if at_use else self._views)[layer] for layer in part.cells.numbers]
             where = range(first, len(blocks)) if at_use else blocks[first:]
             taken = None if at_use else self._taken()

@@ -148,6 +148,13 @@ def test_a_prompt_of_one_token_is_computed_at_decode() -> None:
     assert go("0.33.0", "write", prompt_tokens=1).outcome == "recomputed"
 
 
+@pytest.mark.parametrize("release", ["0.31.0", "0.32.0", "0.33.0"])
+def test_the_state_is_read_even_if_decode_wants_nothing(release: str) -> None:
+    """Two layers of 4 blocks and two of a state: a fifth of the cells is read, and decode is told (measured)."""
+    result = go(release, "read", requests=[{"external_zero": True}])
+    assert (result.outcome, result.coverage_end, result.sets.told) == ("recomputed", 0.2, ["D0"])
+
+
 # -- names, numbers, config.json -----------------------------------------------------------------------------------
 
 QWEN = {
