@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -23,7 +24,8 @@ DecodeLeg = Leg | Callable[[Mapping[str, Any]], Leg]
 class ModelShape:
     """The KV geometry of a model. `kv_heads` 0 means MLA with `latent + rope` values a token.
 
-    A layer attends to the last `window` tokens (0: to all); the layers `minor_layers` are as `minor` says.
+    A layer attends to the last `window` tokens (0: to all); the layers `minor_layers` are as `minor` says. A `state` layer
+    keeps no tokens but a recurrent state of `kv_heads` heads, `head_dim` values each of convolution and of the rest.
     """
 
     layers: int
@@ -32,6 +34,7 @@ class ModelShape:
     latent: int = 64
     rope: int = 16
     window: int = 0
+    state: bool = False
     minor: ModelShape | None = None
     minor_layers: tuple[int, ...] = ()
 
@@ -43,7 +46,12 @@ class ModelShape:
     @property
     def tables(self) -> tuple[tuple[int, ...], ...]:
         """The layers of each block table, as vLLM's hybrid KV cache manager makes them."""
-        return block_tables([self.at(layer).window for layer in range(self.layers)])
+        return block_tables([(self.at(layer).window, self.at(layer).state) for layer in range(self.layers)])
+
+    @property
+    def state_tables(self) -> tuple[bool, ...]:
+        """For each block table, whether its layers keep a state: a request has one block in it."""
+        return tuple(self.at(layers[0]).state for layers in self.tables)
 
     @property
     def table_of(self) -> tuple[int, ...]:
@@ -94,7 +102,7 @@ class ModelShape:
         own = self._own
         if self.minor is None:
             return f"layers={self.layers},{own}"
-        kind = "full" if self.window else "mla" if self.minor.mla else "gqa"
+        kind = "full" if self.window else "state" if self.minor.state else "mla" if self.minor.mla else "gqa"
         other = "" if self.window else f",{self.minor._own}"
         return f"layers={self.layers},{own}{other},{kind}_every={self.minor_layers[0] + 1}"
 
@@ -102,6 +110,8 @@ class ModelShape:
     def _own(self) -> str:
         if self.mla:
             return f"mla={self.latent}+{self.rope}"
+        if self.state:
+            return f"state={self.kv_heads}x{self.head_dim}"
         return f"kv_heads={self.kv_heads},head_dim={self.head_dim}" + (f",window={self.window}" if self.window else "")
 
 
@@ -168,11 +178,11 @@ class RequestCase:
         """Return its blocks on one of the two engines."""
         return self.prefill_blocks if side == "prefill" else self.decode_blocks
 
-    def tables(self, side: Side, count: int) -> tuple[tuple[int, ...], ...]:
-        """Return its blocks by block table, when the model has `count` of them."""
-        blocks = self.blocks(side)
-        each = len(blocks) // count
-        return tuple(blocks[first : first + each] for first in range(0, len(blocks), each)) if each else ((),) * count
+    def tables(self, side: Side, states: Sequence[bool]) -> tuple[tuple[int, ...], ...]:
+        """Return its blocks by block table; `states` says of each whether it is one of recurrent states, with one block."""
+        blocks = iter(self.blocks(side))
+        each = max(0, len(self.blocks(side)) - sum(states)) // (len(states) - sum(states))
+        return tuple(tuple(itertools.islice(blocks, 1 if state else each)) for state in states)
 
     def placement(self) -> dict[str, Any]:
         """Return where it goes, in the fields of a scenario's request."""
@@ -246,13 +256,17 @@ class ConnectorCase:
         """Return the prompt tokens of a request."""
         return self.requests[request].prompt_tokens or self.prompt_tokens
 
-    def tables(self, side: Side) -> int:
-        """Return how many block tables a request has on an engine."""
-        return len(self.model.tables) if self.engine(side).hybrid_kv else 1
+    def tables(self, side: Side) -> tuple[bool, ...]:
+        """Return the block tables that a request has on an engine: whether each is one of recurrent states."""
+        return self.model.state_tables if self._by_table(side) else (False,)
 
     def table_of(self, side: Side) -> tuple[int, ...]:
         """Return the block table of each layer."""
-        return self.model.table_of if self.engine(side).hybrid_kv else (0,) * self.model.layers
+        return self.model.table_of if self._by_table(side) else (0,) * self.model.layers
+
+    def _by_table(self, side: Side) -> bool:
+        """Whether layers that are not alike have block tables of their own; with recurrent states no engine starts without."""
+        return self.engine(side).hybrid_kv or any(self.model.state_tables)
 
     @property
     def ranks(self) -> int:

@@ -80,9 +80,9 @@ class Cells:
         tags = request * self.values_a_request + slot * width + np.arange(self.width, dtype=np.int64) + 1
         return (-tags if self.foreign_dtype else tags).astype(np.int32)
 
-    def fill(self, view: View, layer: int, request: int, blocks: Collection[int]) -> None:
-        """Write one layer of a request's prompt into its `blocks`."""
-        for position, block in enumerate(blocks):
+    def fill(self, view: View, layer: int, request: int, blocks: Collection[int], first: int = 0) -> None:
+        """Write one layer of a request's prompt, from its block `first` on, into its `blocks`."""
+        for position, block in enumerate(blocks, first):
             for plane in range(self.model.planes):
                 for slot, head in enumerate(self.heads):
                     view[plane, block, :, slot, :] = self.identity(request, position, (layer, plane, head))

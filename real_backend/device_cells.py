@@ -21,7 +21,7 @@ class DeviceCells(Cells):
         sizes, order = self.memory(num_blocks)
         return cache.view(sizes).permute(order)
 
-    def fill(self, view: Any, layer: int, request: int, blocks: Collection[int]) -> None:
+    def fill(self, view: Any, layer: int, request: int, blocks: Collection[int], first: int = 0) -> None:
         if blocks:
             view[:, list(blocks)] = self._needed(view, layer, request, len(blocks))
 

@@ -27,6 +27,8 @@ class Tracked:
     index: int
     request_id: str
     state: str = "new"  # then waiting or running, then held or aborting (its blocks stay), or ended; or lost with its engine
+    prompt_tokens: int = 0
+    """Those that this engine computes, or loads."""
     steps: int = 0
     since: float = 0.0
     """When it was admitted."""
@@ -126,22 +128,24 @@ class Engine(threading.Thread):
 
     def _step(self) -> None:
         scheduled = {t.request_id: 1 for t in self.tracked.values() if t.state == "running"}
-        fill: list[int] = []
+        fill: dict[int, int] = {}
         use: list[int] = []
         while not self._inbox.empty():
             request = self._admit(*self._inbox.get())
             if request is None:
                 return
             if request.state == "running":
-                scheduled[request.request_id] = self.case.tokens(request.index)
-                if not request.recomputed:  # what decode computes itself is no delivery: its cells are left alone
-                    (fill if self.side == "prefill" else use).append(request.index)
+                scheduled[request.request_id] = request.prompt_tokens
+                if self.side == "prefill":
+                    fill[request.index] = request.prompt_tokens
+                elif not request.recomputed:  # what decode computes itself is no delivery: its cells are left alone
+                    use.append(request.index)
         if not self._abort_waiting():
             return
         output = self._ask_scheduler("schedule", scheduled)
         if output is None:
             return
-        forward = Forward(tuple(fill), tuple(use)) if scheduled else None
+        forward = Forward(fill, tuple(use)) if scheduled else None
         reports = self._run_ranks(scheduled, output, forward)
         if reports is not None:
             self._after_step(scheduled, use, reports)
@@ -163,6 +167,7 @@ class Engine(threading.Thread):
             return None
         request.state = "waiting" if admission.wait else "running"
         request.since = time.monotonic()
+        request.prompt_tokens = admission.prompt_tokens
         request.recomputed = self.side == "decode" and admission.external_tokens == 0
         return request
 

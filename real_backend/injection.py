@@ -116,7 +116,8 @@ class Injection:
         size = self.case.engine(self.side)
         for layer, (start, length) in enumerate(self.layers):
             if start <= address < start + length:
-                plane = length // self.case.model.at(layer).planes
+                kind = self.case.model.at(layer)
+                plane = length if kind.state else length // kind.planes
                 block = (address - start) % plane // (plane // size.num_blocks)
                 mine = (i for i, request in enumerate(self.case.requests) if block and block in request.blocks(self.side))
                 return layer, next(mine, -1)

@@ -22,15 +22,21 @@ _ALL_SLIDING = ModelShape(layers=2, kv_heads=2, head_dim=8, window=40)
 _GQA8_MLA = ModelShape(layers=3, kv_heads=8, head_dim=8, minor=ModelShape(3), minor_layers=(1,))
 _GQA2_MLA = ModelShape(layers=3, kv_heads=2, head_dim=8, minor=ModelShape(3), minor_layers=(1,))
 _MLA_GQA8 = ModelShape(layers=3, minor=ModelShape(3, kv_heads=8), minor_layers=(1,))
+_STATE8 = ModelShape(layers=4, kv_heads=8, head_dim=16, state=True)
+_GQA8_STATE = ModelShape(layers=4, kv_heads=8, head_dim=8, minor=_STATE8, minor_layers=(1, 3))
+_GQA2_STATE = ModelShape(layers=4, kv_heads=2, head_dim=8, minor=_STATE8, minor_layers=(1, 3))
+_MLA_STATE = ModelShape(layers=4, minor=_STATE8, minor_layers=(1, 3))
+_GQA2_STATES = ModelShape(layers=6, kv_heads=2, head_dim=8, minor=replace(_STATE8, layers=6), minor_layers=(2, 5))
 _LABELS = {
     _MLA: "mla", _GQA8: "gqa8", _GQA2: "gqa2", _SLIDING: "sliding", _ALL_SLIDING: "all-sliding",
     _GQA8_MLA: "gqa8+mla", _GQA2_MLA: "gqa2+mla", _MLA_GQA8: "mla+gqa8",
+    _GQA8_STATE: "gqa8+state", _GQA2_STATE: "gqa2+state", _MLA_STATE: "mla+state", _GQA2_STATES: "gqa2x2+state",
 }  # fmt: skip
 
 # Out of order and partly not adjacent, different on the two sides, so that shifted or merged ranges show.
-_PREFILL_BLOCKS = ((2, 3, 5, 7), (8, 10, 12, 13))
+_PREFILL_BLOCKS = ((2, 3, 5, 7), (8, 10, 12, 13), (14,))
 _LOOKAHEAD_BLOCKS = (3, 2)
-_DECODE_BLOCKS = ((9, 4, 5, 11), (1, 6, 7, 13))
+_DECODE_BLOCKS = ((9, 4, 5, 11), (1, 6, 7, 13), (15,))
 _PROMPT_TOKENS = 64
 
 _DROP = ("drop:remote_tp_size",)
@@ -176,6 +182,9 @@ class Cell:
         blocks: tuple[int, ...] = ()
         for table, layers in enumerate(self.model.tables):
             window = self.model.at(layers[0]).window
+            if self.model.at(layers[0]).state:
+                blocks += rows[table][:1]
+                continue
             skipped = max(0, _PROMPT_TOKENS - window) // size.cache.block_size if window and side == "decode" else 0
             blocks += (0,) * skipped + rows[table][skipped:count]
             blocks += _LOOKAHEAD_BLOCKS[table : table + 1] if size.lookahead_tokens else ()
@@ -233,6 +242,7 @@ def cells(release: str) -> Iterator[Cell]:
                 yield Cell(release, mode, EngineSize(p, dp), EngineSize(d, dp), _MLA, toy, (fault,), requests)
     yield from _cache_cells(release, toy)
     yield from _layer_cells(release, toy)
+    yield from _state_cells(release, toy)
 
 
 # (prefill, decode, model) of both modes: caches that lie alike or not.
@@ -314,3 +324,31 @@ def _layer_cells(release: str, router: str) -> Iterator[Cell]:
                 yield cell(mode, EngineSize(p, hybrid_kv=not one_table), EngineSize(d, hybrid_kv=not one_table), model)
             if one_table:
                 yield cell(mode, EngineSize(2), EngineSize(2), model)
+
+
+# On releases that start a model with recurrent states: mode, TP sizes, model, faults.
+_STATES: tuple[tuple[Mode, int, int, ModelShape, tuple[str, ...]], ...] = (
+    *(("read", p, d, _GQA8_STATE, ()) for p, d in ((2, 2), (2, 4), (4, 2))),
+    *(("write", p, d, model, ()) for model in (_GQA8_STATE, _GQA2_STATE, _MLA_STATE) for p, d in ((2, 2), (2, 4), (4, 2))),
+    ("write", 4, 1, _GQA2_STATE, ()),
+    ("read", 2, 2, _MLA_STATE, ()),
+    *((mode, 1, 1, _GQA2_STATES, ()) for mode in _MODES),
+    ("write", 2, 2, _GQA8_STATE, _DROP),
+    ("write", 2, 4, _GQA8_STATE, _DROP),
+    ("write", 4, 2, _GQA8_STATE, _DROP),
+    ("write", 2, 2, _GQA8_STATE, ("set:remote_tp_size=4@prefill",)),
+    ("read", 2, 2, _GQA8_STATE, ("drop:remote_tp_size@decode",)),
+    ("read", 2, 2, _GQA8_STATE, ("drop:remote_tp_size@decode", "drop:tp_size@decode")),
+)
+
+
+def _state_cells(release: str, router: str) -> Iterator[Cell]:
+    """Yield the cells of models with recurrent states; before 0.31 they don't start."""
+    if get_release(release).states in ("no_hybrid", "refused"):
+        for mode in _MODES:
+            yield Cell(release, mode, EngineSize(1), EngineSize(1), _GQA8_STATE, router)
+        return
+    for mode, p, d, model, faults in _STATES:
+        starts = mode == "read" or get_release(release).states == "read_write"
+        if starts or (p, d, model, faults) == (2, 2, _GQA8_STATE, ()):
+            yield Cell(release, mode, EngineSize(p), EngineSize(d), model, router, faults)

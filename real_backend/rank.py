@@ -16,6 +16,7 @@ import threading
 import time
 import traceback
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -39,9 +40,12 @@ _SLOW_LAYERS = 4
 
 @dataclass(frozen=True, slots=True)
 class Forward:
-    """The part of a step that is a forward pass: requests whose prompt is computed, or whose loaded cells are used."""
+    """The part of a step that is a forward pass: requests whose prompt is computed, or whose loaded cells are used.
 
-    fill: tuple[int, ...] = ()
+    `fill` says how many tokens of each prompt are computed: a recurrent state is one of so many tokens.
+    """
+
+    fill: Mapping[int, int] = field(default_factory=dict)
     use: tuple[int, ...] = ()
 
 
@@ -130,10 +134,11 @@ class Rank:
         for part in self._parts:
             blocks = self._blocks(request, part.table)
             first = blocks.count(0)  # what has left the window is not needed
+            position = max(0, self._case.tokens(request) - 2) if part.cells.model.state else first  # decode computes the last token
             views = [(self._used[request] if at_use else self._views)[layer] for layer in part.cells.numbers]
             where = range(first, len(blocks)) if at_use else blocks[first:]
             taken = None if at_use else self._taken()
-            graded.append((part.cells.cells(len(where)), part.cells.grade(views, request, where, taken, first)))
+            graded.append((part.cells.cells(len(where)), part.cells.grade(views, request, where, taken, position)))
         return Coverage.over(graded)
 
     def _blocks(self, request: int, table: int) -> tuple[int, ...]:
@@ -193,8 +198,9 @@ class Rank:
             part = parts[index]
             for request in forward.use:
                 self._used[request].append(self._views[index][:, list(self._blocks(request, part.table))])
-            for request in forward.fill:
-                part.cells.fill(self._views[index], index, request, self._blocks(request, part.table))
+            for request, tokens in forward.fill.items():
+                first = tokens - 1 if part.cells.model.state else 0
+                part.cells.fill(self._views[index], index, request, self._blocks(request, part.table), first)
             self._connector.save_kv_layer(name, self._caches[name], None)
             time.sleep(_LAYER_S if index < _SLOW_LAYERS else _LAYER_S / 10)
             self._collective()
@@ -230,7 +236,8 @@ class Rank:
             pages = -(-length * _VALUE_BYTES // mmap.PAGESIZE)
             memory = mmap.mmap(-1, pages * mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             whole: View = np.frombuffer(memory, dtype=np.int32)
-            caches[name] = torch.from_numpy(whole)[:length].view(torch_dtype(self._size.cache)).view(shape)
+            dtype = torch.uint8 if parts[layer].cells.model.state else torch_dtype(self._size.cache)
+            caches[name] = torch.from_numpy(whole)[:length].view(dtype).view(shape)
             views.append(parts[layer].cells.view(whole[:length], self._size.num_blocks))
         return caches, views
 
@@ -238,6 +245,8 @@ class Rank:
         """Return the shape that vLLM's model runner would give: a latent's head is an axis, K and V packed are none."""
         *lengths, _ = cells.memory(self._size.num_blocks)[0]
         model, axes = cells.model, cells.axes
+        if model.state:  # pages of bytes
+            return self._size.num_blocks, 1, 1, model.planes * len(cells.heads) * model.width * _VALUE_BYTES
         if model.mla:
             layout = self._size.cache.layout or ("standard" if has_head_axis() else "latent")
             blocks, tokens = self._size.num_blocks, cells.block_size
@@ -258,6 +267,8 @@ def _parts_of(case: ConnectorCase, side: Side, tp_rank: int) -> tuple[Part, ...]
 
 def _cells_of(case: ConnectorCase, side: Side, model: ModelShape, tp_rank: int) -> Cells:
     size = case.engine(side)
+    if model.state:
+        return Cells(model, 1, case.prompt_tokens, model.owned_heads(tp_rank, size.tp), AXES["interleaved", "NHD"])
     form = size.cache
     layout = form.layout or ("latent" if model.mla else "split")
     orders = {order: axes for (name, order), axes in AXES.items() if name == layout}

@@ -17,15 +17,19 @@ from real_backend.case import ConnectorCase, Leg, Side
 from real_backend.injection import Injection
 from real_backend.processes import Ports
 from real_backend.rank import StepReport, raised_by, role
-from real_backend.vllm_setup import EngineConfig, connector_class
+from real_backend.vllm_setup import EngineConfig, connector_class, refuse_states
 
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """The connector's answer for a new request: tokens that come from outside, and whether the request waits for them."""
+    """The connector's answer for a new request: tokens that come from outside, and whether the request waits for them.
+
+    `prompt_tokens` are those that it left: of a prompt that decode continues with a recurrent state it takes the last away.
+    """
 
     external_tokens: int
     wait: bool
+    prompt_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +70,7 @@ class SchedulerSide:
         name = ("P" if config.side == "prefill" else "D") + (str(config.dp_rank) if case.engine(config.side).dp > 1 else "")
         self._injection = Injection(case, config.side, name, ports)
         self._injection.wrap_sockets()
+        refuse_states(case, config)
         self._connector = connector_class()(config.vllm, role("SCHEDULER"), config.kv_cache)
         self._requests: dict[str, Any] = {}
         self._blocks: dict[str, tuple[tuple[int, ...], ...]] = {}
@@ -90,12 +95,12 @@ class SchedulerSide:
         request.status = states.WAITING_FOR_REMOTE_KVS if wait else states.RUNNING
         if external and not wait:
             self._sync_loads.add(request_id)
-        return Admission(int(external), bool(wait))
+        return Admission(int(external), bool(wait), int(request.num_prompt_tokens))
 
     def abort_before(self, request_id: str, leg: Leg, tokens: int) -> None:
         """Show a request to the connector whose client goes before it gets any block."""
         request = self._new_request(request_id, leg, tokens)
-        self._requests[request_id], self._blocks[request_id] = request, ((),) * self._case.tables(self._side)
+        self._requests[request_id], self._blocks[request_id] = request, ((),) * len(self._case.tables(self._side))
         self._connector.on_new_request(request)
         self.finish(request_id, "FINISHED_ABORTED")
 
@@ -106,9 +111,17 @@ class SchedulerSide:
         output.total_num_scheduled_tokens = sum(scheduled.values())
         if hasattr(output, "has_sync_kv_loads"):
             output.has_sync_kv_loads = not self._sync_loads.isdisjoint(scheduled)
+        if hasattr(output, "kv_connector_block_state"):
+            output.kv_connector_block_state = SimpleNamespace(get_block_ids=self._block_ids)
         output.kv_connector_metadata = self._connector.build_connector_meta(output)
+        if hasattr(output, "kv_connector_block_state"):
+            output.kv_connector_block_state = None
         self._sync_loads.difference_update(scheduled)
         return pickle.dumps(output)
+
+    def _block_ids(self, request_id: str) -> tuple[list[int], ...]:
+        """What vLLM's scheduler knows of a request's blocks at the time."""
+        return tuple(list(ids) for ids in self._blocks[request_id])
 
     def resume(self, request_id: str) -> None:
         """Let a request run whose external KV is there."""
@@ -120,7 +133,7 @@ class SchedulerSide:
         states = importlib.import_module("vllm.v1.request").RequestStatus
         waiting = request.status == states.WAITING_FOR_REMOTE_KVS
         request.status = states[status]
-        blocks = tuple(list(ids) for ids in self._blocks[request_id])
+        blocks = self._block_ids(request_id)
         if hasattr(self._connector, "request_finished_all_groups"):
             keep, params = self._connector.request_finished_all_groups(request, blocks)
         else:

@@ -117,7 +117,7 @@ def _shape(geometry: Geometry) -> ModelShape:
 
 def _kind(geometry: Geometry) -> ModelShape:
     if not geometry.mla:
-        return ModelShape(geometry.layers, geometry.kv_heads, geometry.head_dim, window=geometry.window)
+        return ModelShape(geometry.layers, geometry.kv_heads, geometry.head_dim, window=geometry.window, state=geometry.state)
     width = geometry.head_dim
     if width < 2:
         raise TierError("model", "a latent of one value can't be run", "use mla=64+16")
@@ -134,7 +134,7 @@ def _size(side: Side, setup: Setup) -> EngineSize:
     size, lookahead = endpoint.shape.block_size, endpoint.side.lookahead_tokens
     if lookahead > size or (lookahead and setup.scenario.mode == "write"):
         raise TierError(f"{side}.lookahead_tokens", f"{lookahead}: the harness has one block of them, in READ", _HINT)
-    hybrid = endpoint.side.hybrid_kv and endpoint.release.windows != "as_full"
+    hybrid = endpoint.side.hybrid_kv and (setup.geometry.has_states or endpoint.release.windows != "as_full")
     return EngineSize(endpoint.tp, endpoint.dp, endpoint.shape.num_blocks, _form(side, endpoint, setup), hybrid, lookahead)
 
 

@@ -65,6 +65,7 @@ def prepare(tree: Path | None, read_abort_s: float) -> None:
         GLOO_SOCKET_IFNAME="lo",
         HF_HUB_OFFLINE="1",
         VLLM_NO_USAGE_STATS="1",
+        VLLM_SSM_CONV_STATE_LAYOUT="DS",  # the only one that the connector takes
         VLLM_MORIIO_TRANSFER_TIMEOUT_S=str(math.ceil(read_abort_s)),
     )
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -229,12 +230,12 @@ def _kv_cache_config(case: ConnectorCase, side: Side, vllm: Any) -> Any:
     size = case.engine(side)
     if not case.model.alike:
         # On a platform without kernels vLLM turns the manager off; what decides it on ROCm is the connector alone.
-        if size.hybrid_kv and not _supports_hybrid():
+        if size.hybrid_kv and not _supports_hybrid() and not any(case.model.state_tables):
             raise ValueError("this vLLM turns its hybrid KV cache manager off for this connector")
         vllm.scheduler_config.disable_hybrid_kv_cache_manager = not size.hybrid_kv
     names, table_of = layer_names(case.model), case.table_of(side)
     groups = []
-    for table in range(case.tables(side)):
+    for table in range(len(case.tables(side))):
         specs = {name: _layer_spec(case, side, layer) for layer, name in enumerate(names) if table_of[layer] == table}
         first = next(iter(specs.values()))
         same = all(spec == first for spec in specs.values())
@@ -252,6 +253,8 @@ def _layer_spec(case: ConnectorCase, side: Side, layer: int) -> Any:
     """Return vLLM's description of a layer's cache; without the hybrid manager a window is full attention."""
     interface = importlib.import_module("vllm.v1.kv_cache_interface")
     kind = case.model.at(layer)
+    if kind.state:
+        return _state_spec(kind, case.engine(side).tp)
     fields = {
         "block_size": case.engine(side).cache.block_size,
         "num_kv_heads": len(kind.owned_heads(0, case.engine(side).tp)),
@@ -263,6 +266,29 @@ def _layer_spec(case: ConnectorCase, side: Side, layer: int) -> Any:
     if kind.window and case.engine(side).hybrid_kv:
         return interface.SlidingWindowSpec(**fields, sliding_window=kind.window)
     return interface.FullAttentionSpec(**fields)
+
+
+def _state_spec(kind: ModelShape, tp: int) -> Any:
+    """Return a state as Mamba 1 has it: convolution and the rest with a row a head, in one page."""
+    interface = importlib.import_module("vllm.v1.kv_cache_interface")
+    float32 = importlib.import_module("torch").float32
+    backends = importlib.import_module("vllm.v1.attention.backends.registry").MambaAttentionBackendEnum
+    part = (len(kind.owned_heads(0, tp)), kind.width)
+    fields: dict[str, Any] = {"block_size": _MOST_TOKENS, "shapes": (part, part), "dtypes": (float32, float32)}
+    return interface.MambaSpec(**fields, mamba_type=backends.MAMBA1)
+
+
+def refuse_states(case: ConnectorCase, config: EngineConfig) -> None:
+    """Let vLLM refuse recurrent states where its hybrid KV cache manager is off, as it does before a connector is made."""
+    if not any(case.model.state_tables) or (_supports_hybrid() and case.engine(config.side).hybrid_kv):
+        return
+    names = layer_names(case.model)
+    specs = {name: _layer_spec(case, config.side, layer) for layer, name in enumerate(names)}
+    unify = "unify_hybrid_kv_cache_specs"
+    module = importlib.import_module("vllm.v1.core.kv_cache_utils")
+    if not hasattr(module, unify):  # 0.33+
+        module = importlib.import_module("vllm.v1.core.kv_cache_planning")
+    getattr(module, unify)(specs)
 
 
 def _hf_config(shape: ModelShape, query_heads: int) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from sim.errors import PeerRefusal
 from sim.legs import peer_address, pods_of
 from sim.policies import MOST_RANKS, as_int, fold
+from sim.rank import Tables
 from sim.setup import Endpoint
 from sim.transfer import Transfer
 
@@ -25,7 +26,7 @@ class Announcer:
     def __init__(self, world: World, me: Endpoint, dp: int, name: str) -> None:
         self._world, self._me, self._dp, self._name = world, me, dp, name
 
-    def blocks(self, transfer: Transfer, params: Params, transfer_id: Any, blocks: list[int]) -> None:
+    def blocks(self, transfer: Transfer, params: Params, transfer_id: Any, blocks: Tables) -> None:
         """Send our block ids to prefill's ranks, as many as this release counts."""
         if not self._is_ours(params):
             return
@@ -36,7 +37,7 @@ class Announcer:
                 lambda rank: rank.on_blocks_ready(transfer_id, transfer, blocks, self._dp),
             )  # fmt: skip
 
-    def nothing(self, transfer: Transfer, params: Params, transfer_id: Any, blocks: list[int]) -> None:
+    def nothing(self, transfer: Transfer, params: Params, transfer_id: Any, blocks: Tables) -> None:
         """Nothing is needed from prefill: whoever has the blocks computes the request itself (vllm#58108)."""
         policy = self._me.release.external_zero
         if policy == "full_table":

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from sim.errors import PeerRefusal
 from sim.geometry import CacheShape, Geometry
 from sim.ledger import Codes, Copy, SourceCache, cell_copy, raw_copy
 
@@ -75,6 +76,24 @@ def head_slices(geometry: Geometry, source: SourceCache, target: CacheShape, rea
         _heads_at(target.taken_for, written, part.into, part.heads),
     )
     return Batch(raw_copy(geometry, source, target, *starts, mine.head_bytes), entries)
+
+
+def state_slice(rank: int, own: int, target: int, peer: int, mine: int, theirs: int) -> Slice | None:
+    """What rank `rank` of `own` sends of its `mine` heads of a state, and where it goes among the `theirs` of rank `target`.
+
+    None: the whole state, as at equal TP. `peer` is the TP size that the leg gives; the numbers of heads are the true ones.
+    States are sliced or gathered even where the heads of K and V are replicated (read in 0.33.0's moriio_layout.py).
+    Raises PeerRefusal where the two don't fit.
+    """
+    if peer == own:
+        return None
+    if mine == theirs:
+        return Slice(0, 0, mine)
+    if peer > own and mine == peer // own * theirs:
+        return Slice(target % (peer // own) * theirs, 0, theirs)
+    if own > peer and theirs == own // peer * mine:
+        return Slice(0, rank % (own // peer) * mine, mine)
+    raise PeerRefusal("ValueError", f"recurrent states of {mine} heads here and {theirs} at the peer")
 
 
 def _heads_at(taken: CacheShape, blocks: Codes, first: int, count: int) -> Codes:

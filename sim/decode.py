@@ -15,7 +15,7 @@ from sim.errors import PeerRefusal
 from sim.ledger import Codes, Copy, Count
 from sim.legs import Leg, mapped_id_of, read_leg, transfer_id_of
 from sim.memory import Memory
-from sim.rank import Rank
+from sim.rank import Rank, Tables
 from sim.read_step import ReadStep
 from sim.reader import Reader, Source
 from sim.transfer import BlockPool, Transfer
@@ -216,7 +216,7 @@ class DecodeEngine:
         release = self.me.release
         wanted = bool(params.get("do_remote_prefill"))
         transfer_id = transfer_id_of(params, release.transfer_id_missing, f"D-{transfer.index}") if params else None
-        blocks: list[int] = self._allocate(transfer)[0].tolist()  # in WRITE there is one table, or the engine never starts
+        blocks: Tables = [table.tolist() for table in self._allocate(transfer)]
         if params:
             self._map(transfer, str(self._mapped_id(transfer, params)))
         if not wanted and release.match_write == "if_do_remote_prefill":
@@ -328,9 +328,10 @@ class DecodeEngine:
         wanted = params.get("do_remote_prefill") and params.get("remote_block_ids") and "remote_engine_id" in params
         leg = self._read_leg(transfer, params) if wanted else None
         skipped = transfer.request.decode_hit_blocks if transfer.request.suffix_only else 0
-        local: list[list[int]] = [table[skipped:].tolist() for table in self._allocate(transfer)]
-        if transfer.request.external_zero and release.read_pairing != "exact":
-            local = [[] for _ in local]
+        nothing = transfer.request.external_zero and release.read_pairing != "exact"
+        local: Tables = []
+        for table, blocks in zip(self.me.tables, self._allocate(transfer), strict=True):
+            local.append(blocks.tolist() if table.state else [] if nothing else blocks[skipped:].tolist())  # a state is always read
         self.world.clock.process(self._guarded(transfer, leg, local))
 
     def _read_leg(self, transfer: Transfer, params: dict[str, Any]) -> Leg:

@@ -217,6 +217,7 @@ _ERROR_POLICIES = {
     "sliding windows": "windows",
     "block tables, and decode": "windows",
     "unequal block length": "mixed_layers",
+    "recurrent states": "states",
     "failed blocks of one block table": "failed_blocks",
 }
 
@@ -347,12 +348,19 @@ def _task_failures(world: World) -> list[Finding]:
             kind="transfer-failed",
             text=f"{span(actors)}: {detail}; " + ("the rank reports the transfer finished and tells decode nothing"
                                                    if world.mode == "write" else "its blocks stay as they were"),
-            causes=[*_unlike_caches(world), _cause(release, "write_plan" if world.mode == "write" else "read_failure"),
+            causes=[*_unlike_caches(world), _cause(release, _failure_policy(world, detail)),
                     *([_MODEL_HEADS] if world.geometry.mixed and world.mode == "write" else []),
                     *peer_tp_causes(release, _leg(world, side, requests[detail]))],
         )
         for detail, actors in grouped.items()
     ]  # fmt: skip
+
+
+def _failure_policy(world: World, error: str) -> str:
+    """The policy that a failed transfer comes from, or that says what becomes of it."""
+    if "recurrent states" in error:
+        return "states"
+    return "write_plan" if world.mode == "write" else "read_failure"
 
 
 def _untold_prefill(world: World, sets: Sets) -> list[Finding]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from functools import cached_property
 
 import msgspec
@@ -21,6 +21,9 @@ class Geometry(msgspec.Struct, frozen=True, kw_only=True):
     latent vector of `head_dim` elements (compressed KV and rotary part together) that every rank needs whole.
     A layer attends to the last `window` tokens (0: to all). Where layers are not all alike, the layers `minor_layers`
     are as `minor` says, and the rest of this struct is the kind that the model as a whole passes for.
+
+    A `state` layer (Mamba, KDA, linear attention) keeps no tokens: a request has one block in it, of `kv_heads` heads of the
+    recurrent state. Its two planes are the convolution's part and the rest, as if both had `head_dim` elements a head.
     """
 
     layers: int
@@ -28,6 +31,7 @@ class Geometry(msgspec.Struct, frozen=True, kw_only=True):
     head_dim: int
     mla: bool = False
     window: int = 0
+    state: bool = False
     minor: Geometry | None = None
     minor_layers: tuple[int, ...] = ()
 
@@ -38,7 +42,7 @@ class Geometry(msgspec.Struct, frozen=True, kw_only=True):
 
     def splits(self, tp: int) -> bool:
         """Whether `tp` ranks can share the heads."""
-        return self.mla or self.kv_heads % tp == 0 or tp % self.kv_heads == 0
+        return self.mla or self.kv_heads % tp == 0 or (tp % self.kv_heads == 0 and not self.state)
 
     def at(self, layer: int) -> Geometry:
         """What this layer is like."""
@@ -50,10 +54,21 @@ class Geometry(msgspec.Struct, frozen=True, kw_only=True):
         return tuple(self.at(layer).window for layer in range(self.layers))
 
     @property
+    def sorts(self) -> tuple[Hashable, ...]:
+        """What vLLM sorts each layer by when it makes block tables."""
+        return tuple((kind.window, kind.state) for kind in map(self.at, range(self.layers)))
+
+    @property
+    def has_states(self) -> bool:
+        """Whether some of its layers keep a recurrent state instead of tokens."""
+        return any(kind.state for kind in self.kinds)
+
+    @property
     def mixed(self) -> bool:
-        """Whether layers differ in what a block of them holds, and not only in how far they look back."""
+        """Whether layers with tokens differ in what a block of them holds, and not only in how far they look back."""
         minor = self.minor
-        return minor is not None and (minor.mla, minor.kv_heads, minor.head_dim) != (self.mla, self.kv_heads, self.head_dim)
+        unlike = minor is not None and (minor.mla, minor.kv_heads, minor.head_dim) != (self.mla, self.kv_heads, self.head_dim)
+        return unlike and not self.has_states
 
     @property
     def planes(self) -> int:
@@ -73,6 +88,8 @@ class Geometry(msgspec.Struct, frozen=True, kw_only=True):
                 raise PeerRefusal("ValueError", f"{heads} KV heads can't be split over tensor parallel size {tp}")
             per_rank = heads // tp
             return range(rank * per_rank, (rank + 1) * per_rank)
+        if self.state:
+            raise PeerRefusal("ValueError", f"{heads} heads of a state can't be split over tensor parallel size {tp}")
         if tp % heads:
             raise PeerRefusal("ValueError", f"{heads} KV heads can't be replicated over tensor parallel size {tp}")
         head = rank * heads // tp
@@ -82,16 +99,16 @@ class Geometry(msgspec.Struct, frozen=True, kw_only=True):
         return 1 if self.mla else max(1, self.kv_heads // tp)
 
 
-def block_tables(windows: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """The layers of each block table, when layer i attends to `windows[i]` tokens (0: to all).
+def block_tables(sorts: Sequence[Hashable]) -> tuple[tuple[int, ...], ...]:
+    """The layers of each block table, when layer i is of the sort `sorts[i]`: its window, and whether it keeps a state.
 
-    vLLM's hybrid KV cache manager gives layers of unequal window unequal tables, of equally many layers each: as many as
-    the rarer kind has, or as the other one if that is less than 1.5 times as many (vLLM's kv_cache_utils.py, the same in
-    0.24-0.33 for two kinds). Layers of a kind are dealt out to its tables in turn.
+    vLLM's hybrid KV cache manager gives layers of unequal sort unequal tables, of equally many layers each: as many as
+    the rarer sort has, or as the other one if that is less than 1.5 times as many (vLLM's kv_cache_utils.py, the same in
+    0.24-0.33 for two sorts). Layers of a sort are dealt out to its tables in turn.
     """
-    kinds: dict[int, list[int]] = {}
-    for layer, window in enumerate(windows):
-        kinds.setdefault(window, []).append(layer)
+    kinds: dict[Hashable, list[int]] = {}
+    for layer, sort in enumerate(sorts):
+        kinds.setdefault(sort, []).append(layer)
     counts = [len(layers) for layers in kinds.values()]
     size = max(counts) if 2 * max(counts) < 3 * min(counts) else min(counts)
     tables = []

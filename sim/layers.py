@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from sim.geometry import CacheShape, Geometry, block_tables
+from sim.geometry import CacheShape, Geometry, Units, block_tables
 
 
 class Group(msgspec.Struct, frozen=True):
@@ -22,6 +22,8 @@ class Table(msgspec.Struct, frozen=True):
     """A block table of one engine, as long as the prompt; 0 stands for blocks that have left the window."""
 
     window: int
+    state: bool = False
+    """Whether its layers keep a recurrent state, and a request has one block in it, however long its prompt is."""
 
     def kept(self, block_size: int) -> int | None:
         """How many of its last blocks are exchanged (None: all): the window's, and one as it may begin inside a block."""
@@ -34,12 +36,17 @@ class Table(msgspec.Struct, frozen=True):
         """
         return max(0, tokens - self.window) // block_size if self.window else 0
 
+    def contents(self, tokens: Units, state: Units) -> Units:
+        """What the blocks of a request hold: its `tokens`, or its `state`."""
+        return state if self.state else tokens
+
 
 def tables_of(geometry: Geometry, hybrid: bool) -> tuple[Table, ...]:
     """The block tables of an engine, with or without vLLM's hybrid KV cache manager (off: one table, no windows)."""
     if not hybrid or geometry.minor is None:
         return (Table(geometry.window if hybrid else 0),)
-    return tuple(Table(geometry.at(layers[0]).window) for layers in block_tables(geometry.windows))
+    kinds = (geometry.at(layers[0]) for layers in block_tables(geometry.sorts))
+    return tuple(Table(kind.window, kind.state) for kind in kinds)
 
 
 def groups_of(geometry: Geometry, hybrid: bool, shape_of: Callable[[Geometry], CacheShape]) -> tuple[Group, ...]:
@@ -48,7 +55,7 @@ def groups_of(geometry: Geometry, hybrid: bool, shape_of: Callable[[Geometry], C
     if geometry.minor is None:
         return (Group(_bare(geometry), every[0], 0, shape_of(geometry)),)
     groups = []
-    for table, layers in enumerate(block_tables(geometry.windows) if hybrid else every):
+    for table, layers in enumerate(block_tables(geometry.sorts) if hybrid else every):
         kinds: dict[Geometry, list[int]] = {}
         for layer in layers:
             kinds.setdefault(_bare(geometry.at(layer)), []).append(layer)

@@ -16,17 +16,18 @@ from sim.ledger import Codes, Copy, Count, Ledger, Need, cell_copy, cell_index, 
 Needs = tuple[Need, ...]
 
 
-def needs_of(groups: Sequence[Group], tables: Sequence[Codes], contents: Codes, rank: int, tp: int) -> Needs:
-    """What decode rank `rank` of `tp` needs of a request whose token blocks are `contents`, by group."""
+def needs_of(groups: Sequence[Group], tables: Sequence[Codes], contents: Sequence[Codes], rank: int, tp: int) -> Needs:
+    """What decode rank `rank` of `tp` needs of a request, by group; `contents` says by table what its blocks should hold."""
     needs = []
     for group in groups:
-        blocks = tables[group.table][: len(contents)]
+        wanted = contents[group.table]
+        blocks = tables[group.table][: len(wanted)]
         used = np.flatnonzero(blocks)
         where, codes = [], []
         for slot, head in enumerate(group.geometry.heads_of(rank, tp)):
             for plane in range(group.geometry.planes):
                 where.append(cell_index(group.shape, plane, blocks[used], slot))
-                codes.append(code_of(group.geometry, contents[used], plane, head))
+                codes.append(code_of(group.geometry, wanted[used], plane, head))
         needs.append(Need(np.concatenate(where), np.concatenate(codes)))
     return tuple(needs)
 
@@ -47,8 +48,10 @@ class Memory:
             ledger.admit(region, blocks[blocks > 0])
 
     def fill(self, rank: int, tp: int, region: int, contents: Codes, tables: Sequence[Codes]) -> None:
-        """The first blocks of a request hold what rank `rank` of `tp` needs there already."""
+        """The first token blocks of a request hold what rank `rank` of `tp` needs there already. A state is never kept."""
         for group, ledger in zip(self.groups, self.ledgers, strict=True):
+            if group.geometry.state:
+                continue
             blocks, heads = tables[group.table][: len(contents)], group.geometry.heads_of(rank, tp)
             used = np.flatnonzero(blocks)
             copy = cell_copy(group.geometry, group.shape, contents[used], blocks[used], heads.start, 0, len(heads))

@@ -67,8 +67,9 @@ def rank_coverages(world: World, tallies: list[list[Tally]]) -> list[RankCoverag
     ranks = []
     for dp in range(decode.dp):
         mine = [t for t in world.transfers if t.decode_dp == dp]
-        # In READ a rank that reads nothing of a request has nothing to be told of it.
-        asked = [t for t in mine if world.mode == "write" or t.bad_end != "recomputed"]
+        # In READ a rank that reads nothing of a request has nothing to be told of it; a recurrent state is always read.
+        always = world.mode == "write" or world.geometry.has_states
+        asked = [t for t in mine if always or t.bad_end != "recomputed"]
         for tp in range(decode.tp):
             total = end = Count(0, 0, 0)
             for transfer in mine:

@@ -122,7 +122,8 @@ def _check_pair(a: int, b: int, geometry: Geometry) -> None:
 def map_fan(rank: int, own: int, peer: int, geometry: Geometry) -> list[Target]:
     """Fan out to every peer rank that needs part of ours, or fan in with our neighbours (0.33.0, protocol of WRITE).
 
-    Where several ranks hold the same head or latent, only the first of the group writes it.
+    Where several ranks hold the same head or latent, only the first of the group writes it (a `count` of 0 to the others, if
+    there are recurrent states, which all of them write).
     """
     _check_pair(own, peer, geometry)
     if peer > MOST_RANKS:
@@ -137,10 +138,12 @@ def map_fan(rank: int, own: int, peer: int, geometry: Geometry) -> list[Target]:
     group = own // peer
     target = rank // group
     starts = [geometry.heads_of(p, own).start for p in range(target * group, (target + 1) * group)]
-    if starts.index(mine.start) != rank - target * group:
+    first = starts.index(mine.start) == rank - target * group
+    if not first and not geometry.has_states:
         return []
     slot = mine.start - geometry.heads_of(target, peer).start
-    return [Target(target, 0, slot, len(mine), writers=len(set(starts)))]
+    writers = group if geometry.has_states else len(set(starts))
+    return [Target(target, 0, slot, len(mine) if first else 0, writers)]
 
 
 def read_gather(rank: int, own: int, peer: int, geometry: Geometry) -> list[Target]:
@@ -517,6 +520,12 @@ POLICIES: dict[str, dict[str, Policy]] = {
     "mixed_layers": {
         "any": Policy("layers may differ in what a block of them holds"),
         "hybrid_off": Policy("an engine whose layers differ so starts only without the hybrid KV cache manager (0.30-0.32)"),
+    },
+    "states": {
+        "no_hybrid": Policy("vLLM's hybrid KV cache manager is off, without which a model with recurrent states does not start"),
+        "refused": Policy("a model with recurrent states does not start (0.30)"),
+        "read": Policy("READ moves recurrent states at equal TP whose size the leg gives; WRITE does not start (0.31, 0.32)"),
+        "read_write": Policy("READ at equal TP; WRITE slices or gathers states, and every rank writes its own (0.33.0)"),
     },
     "failed_blocks": {
         "one_table": Policy("a failed read kills a decode engine whose model has several block tables (0.31+)"),

@@ -15,7 +15,7 @@ from sim.announce import Announcer
 from sim.errors import PeerRefusal
 from sim.ledger import Codes
 from sim.legs import Leg, mapped_id_of, read_leg, transfer_id_of
-from sim.rank import Rank
+from sim.rank import Rank, Tables
 from sim.transfer import BlockPool, Transfer, response_of
 from sim.writer import Writer
 
@@ -82,7 +82,7 @@ class PrefillRank(Rank):
             self.world.log("stalled", self.name, detail=f"{until - clock.now} ns")
             yield from self._wait(until - clock.now)
 
-    def on_blocks_ready(self, transfer_id: Any, transfer: Transfer, blocks: list[int], decode_dp: int) -> None:
+    def on_blocks_ready(self, transfer_id: Any, transfer: Transfer, blocks: Tables, decode_dp: int) -> None:
         """Decode's scheduler told us where the blocks go."""
         if not blocks:
             self.poison("an empty remote_blocks", transfer, "D")
@@ -236,7 +236,7 @@ class PrefillEngine:
             return
         assert transfer.prefill_tables is not None
         try:
-            blocks = transfer.prefill_tables[0].tolist()
+            blocks = [table.tolist() for table in transfer.prefill_tables]
             self.announce.nothing(transfer, params, self._transfer_id(transfer, params), blocks)
         except PeerRefusal as refusal:
             self._refuse_or_crash(transfer, refusal)
@@ -305,8 +305,9 @@ class PrefillEngine:
         assert transfer.prefill_tables is not None
         done = waiting.computed >= transfer.request.prompt_tokens
         full = transfer.request.prefill_size if done else waiting.computed // self.me.shape.block_size
-        for blocks in transfer.prefill_tables:
-            self.contents[blocks[:full]] = transfer.prefill_contents[:full]
+        for table, blocks in zip(self.me.tables, transfer.prefill_tables, strict=True):
+            held = table.contents(transfer.prefill_contents[:full], transfer.state[: int(done)])
+            self.contents[blocks[: len(held)]] = held
 
     def _guarded(self, rank: PrefillRank, chunk: list[tuple[Transfer, Leg | None]]) -> Generator[Any, None, None]:
         try:

@@ -12,6 +12,10 @@ if TYPE_CHECKING:
     from sim.world import World
 
 
+Tables = list[list[int]]
+"""Block ids by block table."""
+
+
 class Nic:
     """When a rank's NIC is free to send and to receive, and what its send queue holds.
 
@@ -81,7 +85,7 @@ class Rank:
         self.deaf = True
         self.world.log("poisoned", self.name, sender, request, detail=what)
 
-    def on_blocks_ready(self, transfer_id: Any, transfer: Transfer, blocks: list[int], decode_dp: int) -> None:
+    def on_blocks_ready(self, transfer_id: Any, transfer: Transfer, blocks: Tables, decode_dp: int) -> None:
         self.poison("remote_blocks at a decode rank", transfer, "D")
 
     def on_release(self, transfer_id: Any, transfer: Transfer, consumer_tp: int, sender: str) -> None:

@@ -42,7 +42,7 @@ class Source(NamedTuple):
 
 
 class Landing(NamedTuple):
-    """When the reads of one request are over at one rank: `done_ns[layer]` (NEVER: not at all), and what failed.
+    """When the reads of one request are over at one rank: `done_ns[layer]` (NEVER: not at all), and which layers failed.
 
     `refusal` is what the connector raised after it had posted some.
     """
@@ -50,6 +50,7 @@ class Landing(NamedTuple):
     done_ns: list[int]
     error: str
     refusal: PeerRefusal | None = None
+    failed: frozenset[int] = frozenset()
 
 
 class Reader:
@@ -127,6 +128,7 @@ class Reader:
         pairs = self._pairs(leg, local, transfer) if any(local) else []
         sources = []
         for target in targets:
+            self._check_states(leg)
             rank = self.agents.get((dp, target.tp_rank if flexible or len(targets) > 1 else None))
             if rank is None:
                 raise PeerRefusal("KeyError", f"no session to prefill DP rank {dp}")
@@ -142,11 +144,23 @@ class Reader:
         guard, size = self.me.release.call("read_guard"), self.me.release.call("unknown_tp_guard")(leg.peer_tp, self.me.tp)
         refused: list[tuple[int, PeerRefusal]] = []
         for mine, theirs in zip(self.me.groups, rank.me.groups, strict=True):
+            if mine.geometry.state:
+                continue
             try:
                 guard(self.me.tp, size, mine.shape, rank.me.advertised(theirs), self._guarded(mine.geometry))
             except PeerRefusal as refusal:
                 refused.append((mine.layers[0], refusal))
         return min(refused, key=lambda pair: pair[0]) if refused else (NEVER, None)
+
+    def _check_states(self, leg: Leg) -> None:
+        """Recurrent states are read at equal TP only. Up to 0.32 a size that the leg does not give is not equal either."""
+        if not self.world.geometry.has_states:
+            return
+        release, size = self.me.release, leg.peer_tp
+        if release.states != "read":
+            size = release.call("unknown_tp_guard")(size, self.me.tp)
+        if size != self.me.tp:
+            raise PeerRefusal("NotImplementedError", f"recurrent states of TP size {size} to TP size {self.me.tp}")
 
     def _guarded(self, kind: Geometry) -> Geometry:
         """A kind of layer as the guard sees it: how many heads there are in all it takes from the model's config."""
@@ -168,7 +182,7 @@ class Reader:
         for table, ours, theirs in zip(me.tables, local, self._remote_blocks(leg, local), strict=True):
             if kept := table.kept(me.shape.block_size):
                 ours, theirs = me.release.call("windows")(ours, theirs, kept, transfer.request.blocks - skipped)
-            pairs.append(pair(ours, theirs, 0 if kept else skipped))
+            pairs.append(pair(ours, theirs, 0 if kept or table.state else skipped))
         return pairs
 
     def _batch(self, target: Target, rank: PrefillRank, my_group: Group, their_group: Group, pairs: Pairs) -> Batch:
@@ -184,7 +198,8 @@ class Reader:
             sliced = mine.advertised != advertised.advertised
         if sliced:
             # `gather` names the heads of the model as a whole; with layers of two kinds it has equal TP, so all heads.
-            count = target.count if release.read_map == "gather" and not self.world.geometry.mixed else mine.heads
+            whole = self.world.geometry.mixed or geometry.state
+            count = target.count if release.read_map == "gather" and not whole else mine.heads
             return head_slices(geometry, source, mine, remote, local, Slice(target.remote, target.local, count))
         return whole_blocks(geometry, source, mine, remote, local, by_reader=True)
 
@@ -218,7 +233,7 @@ class Reader:
         clock, layers = self.world.clock, self.world.geometry.layers
         if transfer.posted_ns < 0:
             transfer.posted_ns = clock.now
-        done, error = [clock.now] * layers, ""
+        done, error, bad = [clock.now] * layers, "", set()
         for source in sources:
             if any(copy is None and entries for copy, entries in source.batches):
                 error = "length out of range"
@@ -228,7 +243,8 @@ class Reader:
                 if copy is not None:
                     done[layer], failed = self._post_layer(source, copy, entries, transfer, layer, done[layer])
                     error = failed or error
-        return Landing(done, error, next((source.refusal for source in sources if source.refusal), None))
+                    bad |= {layer} if failed else set()
+        return Landing(done, error, next((source.refusal for source in sources if source.refusal), None), frozenset(bad))
 
     def _post_layer(self, source: Source, copy: Copy, entries: int, transfer: Transfer, layer: int, done: int) -> tuple[int, str]:
         """Post one batch; when its layer is over, and the error it ends with."""

@@ -44,6 +44,12 @@ DEDUCED = (
             "measured by hand on 0.33.0 (a second process with the ports of D0 never starts); the harness has no stages"),
     Deduced("0.33.0: an MLA model with a GQA layer gets the source's first head everywhere under unequal TP", "write/p2d4/mla+gqa8"),
     Deduced("0.33.0: a GQA model with an MLA layer is not written under unequal, split heads, and decode waits", "write/p2d4/gqa8+mla"),
+    Deduced("recurrent states: nothing starts up to 0.30, READ at equal TP from 0.31 on, WRITE in 0.33.0", "gqa8+state"),
+    Deduced("0.33.0: every prefill rank writes its state, and decode waits for all of them (W = P/D)", "write/p4d1/gqa2+state"),
+    Deduced("0.33.0, recurrent states, key dropped, equal TP: the states are not written and decode waits",
+            "write/p2d2/gqa8+state/toy+drop:remote_tp_size"),
+    Deduced("READ of recurrent states without a TP size in decode's leg kills decode up to 0.32", "drop:tp_size@decode"),
+    Deduced("the state that decode gets is one of all tokens but the last (`_p_side_truncated`)", "mla+state"),
     Deduced("unequal pools force 0.33.0 to write head by head at equal TP: the same cells, more work requests", "",
             "coverage is the same either way, and work requests are not in a row"),
 )  # fmt: skip

@@ -70,6 +70,7 @@ class ConnectorRelease(msgspec.Struct, frozen=True, kw_only=True):
     pod_routing: str
     windows: str
     mixed_layers: str
+    states: str
     failed_blocks: str
 
     def call(self, field: str) -> Callable[..., Any]:
@@ -162,6 +163,7 @@ _0_24 = ConnectorRelease(
     pod_routing="none",
     windows="as_full",
     mixed_layers="any",
+    states="no_hybrid",
     failed_blocks="any",
 )
 _0_25 = msgspec.structs.replace(
@@ -221,6 +223,7 @@ _0_30 = msgspec.structs.replace(
     block_ids="groups",
     windows="table_tail",
     mixed_layers="hybrid_off",
+    states="refused",
 )
 _0_31 = msgspec.structs.replace(
     _0_30,
@@ -234,6 +237,7 @@ _0_31 = msgspec.structs.replace(
     write_wait="first_failure",
     pod_routing="task",
     failed_blocks="one_table",
+    states="read",
 )
 _0_32 = msgspec.structs.replace(
     _0_31,
@@ -263,6 +267,7 @@ _0_33 = msgspec.structs.replace(
     external_zero="release",
     early_release_acks="one",
     mixed_layers="any",
+    states="read_write",
 )
 _REFERENCE = msgspec.structs.replace(
     _0_33,

@@ -51,7 +51,7 @@ class Side(_Strict, frozen=True):
     `pods` hosts share the DP ranks evenly. `max_tokens_per_step` splits prompts into chunks (prefill). `lookahead_tokens`
     are allocated beyond the prompt (speculative decoding). With `collectives` a TP rank that stalls in a layer stalls the
     others; the executor kills an engine whose step takes longer than `executor_timeout_s`. `hybrid_kv` false is vLLM's
-    `--disable-hybrid-kv-cache-manager`: sliding-window layers are kept like all others.
+    `--disable-hybrid-kv-cache-manager`: sliding-window layers are kept like all others, and recurrent states do not start.
 
     `layout` says how a layer's cache lies in memory: K and V `split` `[2, blocks, …]` (the default) or `interleaved`
     `[blocks, 2, …]`, both token-major (`order` NHD, the default) or head-major (HND); `packed` `[blocks, heads, tokens, K

@@ -61,6 +61,8 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
 
     def start_error(self, mode: str) -> str:
         """Why the release's connector can't be started with these caches; empty if it can."""
+        if any(table.state for table in self.tables) and (why := self.state_error(mode)):
+            return "" if self.release.unsupported == "request_refused" else why
         takes = self.release.call("cache_layouts")
         for group in self.groups:
             if not takes(group.shape.layout, group.shape.planes == 1):
@@ -72,6 +74,20 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
         mixed = len({group.table for group in self.groups}) < len(self.groups)
         if mixed and self.release.mixed_layers == "hybrid_off" and self.side.hybrid_kv:
             return "ValueError: layers of unequal block length with the hybrid KV cache manager (hybrid_kv = false turns it off)"
+        return ""
+
+    def state_error(self, mode: str) -> str:
+        """Why a model with recurrent states can't be started; empty if it can."""
+        policy = self.release.states
+        if policy == "no_hybrid" or not self.side.hybrid_kv:
+            return "ValueError: recurrent states without the hybrid KV cache manager"
+        if policy == "refused":
+            return "NotImplementedError: recurrent states in a cache group"
+        if policy == "read" and mode == "write":
+            return "MoRIIOError: WRITE of recurrent states"
+        attending = sum(not table.state for table in self.tables)
+        if mode == "read" and attending > 1:
+            return f"MoRIIOError: READ of recurrent states beside {attending} block tables of attention"
         return ""
 
     @property
@@ -141,8 +157,8 @@ def resolve(scenario: Scenario) -> Setup:
     geometry = resolve_model(scenario.model)
     router = get_router(scenario.router, prefill_release.name)
     tables = {
-        "prefill": tables_of(geometry, _hybrid(scenario.prefill, prefill_release)),
-        "decode": tables_of(geometry, _hybrid(scenario.decode, decode_release)),
+        "prefill": tables_of(geometry, _hybrid(scenario.prefill, prefill_release, geometry)),
+        "decode": tables_of(geometry, _hybrid(scenario.decode, decode_release, geometry)),
     }
     requests = _requests(scenario, router, tables)
     prefill = _endpoint("prefill", scenario, geometry, requests, prefill_release, tables["prefill"])
@@ -164,9 +180,12 @@ def resolve(scenario: Scenario) -> Setup:
     )
 
 
-def _hybrid(side: Side, release: ConnectorRelease) -> bool:
-    """Whether the engine has vLLM's hybrid KV cache manager, and so layers of unequal window unequal block tables."""
-    return side.hybrid_kv and release.windows != "as_full"
+def _hybrid(side: Side, release: ConnectorRelease, geometry: Geometry) -> bool:
+    """Whether the engine has vLLM's hybrid KV cache manager, and so layers of unequal window unequal block tables.
+
+    With recurrent states it has, or it never starts.
+    """
+    return geometry.has_states or (side.hybrid_kv and release.windows != "as_full")
 
 
 def table_rows(name: str, tables: tuple[Table, ...], tokens: int, scenario: Scenario) -> list[tuple[int, int]]:
@@ -177,7 +196,7 @@ def table_rows(name: str, tables: tuple[Table, ...], tokens: int, scenario: Scen
 
 
 def _rows(tables: tuple[Table, ...], tokens: int, count: int, block_size: int, skips: bool) -> list[tuple[int, int]]:
-    return [(table.skipped(tokens, block_size) if skips else 0, count) for table in tables]
+    return [(0, 1) if table.state else (table.skipped(tokens, block_size) if skips else 0, count) for table in tables]
 
 
 def _faults(scenario: Scenario, requests: tuple[Request, ...], prefill: Endpoint, decode: Endpoint) -> tuple[Fault, ...]:
@@ -314,8 +333,8 @@ def _request(
         plain=spec.plain,
         decode_hit_blocks=spec.decode_hit_blocks,
         suffix_only=spec.suffix_only,
-        # In READ decode computes the last prompt token itself, so of a prompt of one it asks for nothing (measured).
-        external_zero=spec.external_zero or (scenario.mode == "read" and tokens == 1),
+        # In READ, and with recurrent states, decode computes the last prompt token itself: of a prompt of one it asks for nothing.
+        external_zero=spec.external_zero or (tokens == 1 and (scenario.mode == "read" or any(t.state for t in tables["decode"]))),
         generate_ns=scenario.generate_ns if spec.generate_ns is None else spec.generate_ns,
         prefill_dp=prefill_dp,
         decode_dp=decode_dp % scenario.decode.dp,
@@ -372,6 +391,8 @@ def _endpoint(
     num_blocks = _pool_size(name, side, scenario, requests, tables)
 
     def shape_of(kind: Geometry) -> CacheShape:
+        if kind.state:
+            return _state_shape(kind, side.tp, num_blocks)
         layout, order = _layout(name, side, kind, release)
         kv_dtype = side.kv_dtype or scenario.kv_dtype
         return CacheShape(
@@ -388,7 +409,7 @@ def _endpoint(
     if geometry.mixed and (side.layout or side.order):
         field = "layout" if side.layout else "order"
         raise InputError(f"{name}.{field}", f"{side.layout or side.order!r} for a model of two kinds of layers", "leave it out")
-    groups = groups_of(geometry, _hybrid(side, release), shape_of)
+    groups = groups_of(geometry, _hybrid(side, release, geometry), shape_of)
     shape = max((group.shape for group in groups), key=lambda shape: shape.units)
     if shape.units > _MAX_CELLS:
         raise InputError(f"{name}.num_blocks", f"{shape.num_blocks} blocks are more than this machine should hold",
@@ -406,6 +427,14 @@ def _endpoint(
         tables=tables,
         release=release,
         side=side,
+    )
+
+
+def _state_shape(kind: Geometry, tp: int, num_blocks: int) -> CacheShape:
+    """A page holds the convolution's part of all heads, then the rest; the state has the model's dtype, not the KV cache's."""
+    heads, head_bytes = kind.heads_per_rank(tp), kind.head_dim * DTYPE_BYTES["bf16"]
+    return CacheShape(
+        planes=kind.planes, num_blocks=num_blocks, block_size=1, heads=heads, head_bytes=head_bytes, layout="interleaved"
     )
 
 

@@ -82,15 +82,17 @@ def _policy_cell(records: list[ConnectorRelease], index: int, field: str) -> Tex
 
 
 def show_models(presets: list[Preset]) -> None:
-    """Geometry and source of each preset; `sliding` says how many layers attend to the last so many tokens."""
+    """Geometry and source of each preset; `other` says how many layers attend to the last so many tokens, or keep a state."""
     out = console()
     table = Table()
-    for column in ("model", "layers", "sliding", "KV heads", "head", "bytes/token/layer"):
+    for column in ("model", "layers", "other", "KV heads", "head", "bytes/token/layer"):
         table.add_column(column, justify="left" if column == "model" else "right")
     for preset in presets:
         g = preset.geometry
         sliding = sum(window > 0 for window in g.windows)
-        table.add_row(preset.name, str(g.layers), f"{sliding} × {g.window}" if sliding else "",
+        states = len(g.minor_layers) if g.has_states else 0
+        other = f"{sliding} × {g.window}" if sliding else f"{states} × state" if states else ""
+        table.add_row(preset.name, str(g.layers), other,
                       "MLA" if g.mla else str(g.kv_heads), str(g.head_dim),
                       str(g.planes * g.kv_heads * g.head_dim * DTYPE_BYTES["bf16"]))  # fmt: skip
     out.print(table)

@@ -58,7 +58,8 @@ class BlockPool:
 class Transfer:
     """Run-time state of one request. `contents` numbers its blocks at decode and `prefill_contents` those at prefill.
 
-    Both are shares of the same row of tokens, in which the request's begin at `first_token`.
+    Both are shares of the same row of tokens, in which the request's begin at `first_token`. `state` is the number of the
+    recurrent state after them: of all but the last, as decode computes that one itself (the same in every release).
     """
 
     def __init__(self, request: Request, first_token: int, prefill: Endpoint, decode: Endpoint) -> None:
@@ -66,6 +67,7 @@ class Transfer:
         self.index = request.index
         self.contents = first_token // decode.shape.block_size + 1 + np.arange(request.blocks, dtype=np.int64)
         self.prefill_contents = first_token // prefill.shape.block_size + 1 + np.arange(request.prefill_size, dtype=np.int64)
+        self.state = np.array([first_token + request.prompt_tokens], dtype=np.int64)
         self.router_id = f"tx-{request.index}"
         self.prefill_tables: list[Codes] | None = None
         self.decode_tables: list[Codes] | None = None
@@ -93,7 +95,8 @@ class Transfer:
         self.decode_tables = tables
         tp = self._decode.tp
         self.at_go = [Count(0, 0, 0)] * tp
-        self.needs = [needs_of(self._decode.groups, tables, self.contents, rank, tp) for rank in range(tp)]
+        contents = [table.contents(self.contents, self.state) for table in self._decode.tables]
+        self.needs = [needs_of(self._decode.groups, tables, contents, rank, tp) for rank in range(tp)]
 
     def finish(self) -> None:
         """The client has its answer, good or bad; whoever waits for that is told once."""

@@ -360,6 +360,11 @@ class World:
             return "pipeline parallelism"
         if self.geometry.mixed and self.setup.prefill.tp != self.setup.decode.tp:
             return "layers of two kinds under unequal tensor parallel sizes"
+        if self.geometry.has_states:
+            if why := self.setup.prefill.state_error(self.mode) or self.setup.decode.state_error(self.mode):
+                return why
+            if self.mode == "read" and self.setup.prefill.tp != self.setup.decode.tp:
+                return "READ of recurrent states under unequal tensor parallel sizes"
         tables = (*self.setup.prefill.tables, *self.setup.decode.tables)
         if self.mode == "write" and any(table.window for table in tables):
             return "sliding-window block tables in WRITE"

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from sim.batch import Batch, Slice, head_slices, whole_blocks
+from sim.batch import Batch, Slice, head_slices, state_slice, whole_blocks
 from sim.errors import PeerRefusal
 from sim.geometry import check_slices
 from sim.ledger import Copy, SourceCache
 from sim.legs import Leg, check_hashable
 from sim.policies import MOST_RANKS, Target, as_int, fold
-from sim.rank import Rank
+from sim.rank import Rank, Tables
 from sim.setup import Endpoint
 from sim.transfer import Transfer
 
@@ -73,7 +73,7 @@ class Job:
         self.deferred: list[int] = []
         self.sealed: int | None = None
         # decode's blocks and what was written of them; a second message starts this over
-        self.blocks: list[int] | None = None
+        self.blocks: Tables | None = None
         self.decode_dp = 0
         self.writes_done = 0
         self.wires: list[list[Wire]] | None = None  # by group
@@ -294,7 +294,7 @@ class Writer:
             self.world.clock.after(self.world.setup.defer_timeout_ns, lambda _event: self._expire(job))
         job.deferred.append(layer)
 
-    def blocks_ready(self, transfer_id: Any, transfer: Transfer, blocks: list[int], decode_dp: int) -> None:
+    def blocks_ready(self, transfer_id: Any, transfer: Transfer, blocks: Tables, decode_dp: int) -> None:
         """Decode's scheduler told us where the blocks go. Ignored when the transfer is over here."""
         job = self._job_of(str(transfer_id), transfer)
         if job.closed:
@@ -436,7 +436,10 @@ class Writer:
         wires = []
         if not job.targets and self._find_targets(job) is not None:
             return [Wire(None, None, 0, 0, refusal=PeerRefusal("KeyError", f"no session to decode DP rank {job.decode_dp}"))]
+        state = self.me.groups[group].geometry.state
         for key, target in zip(self._keys(job, job.decode_dp), job.targets, strict=False):
+            if not target.count and not state:
+                continue  # another rank writes the same heads
             rank = job.peer.agents.get(key)
             try:
                 if rank is None:
@@ -452,18 +455,25 @@ class Writer:
 
     def _plan(self, job: Job, target: Target, rank: DecodeRank, group: int) -> Batch:
         """The batch of a layer of a group to one decode rank and its work requests; no batch when MoRI refuses it."""
-        assert job.blocks is not None and job.transfer.prefill_tables is not None
+        assert job.blocks is not None and job.transfer.prefill_tables is not None and job.leg is not None
         mine, theirs = self.me.groups[group], rank.me.groups[group]
         geometry = mine.geometry
         blocks = job.transfer.prefill_tables[mine.table].tolist()
         if self.me.release.write_clamp == "prompt_blocks":
             blocks = blocks[: job.transfer.request.prefill_size]
-        sliced = self.me.release.write_plan == "head_slices" and self._by_heads(job, target, rank, group)
-        pairs = self._pair(blocks, job.blocks)
+        part: Slice | None = None
+        if geometry.state:
+            size = self._known_size(as_int(job.leg.peer_tp), self.me.tp)
+            if size == self.me.tp != as_int(job.leg.peer_tp):  # 0, which means own size to everything else
+                raise PeerRefusal("NotImplementedError", f"recurrent states of TP size {size} to TP size {job.leg.peer_tp}")
+            part = state_slice(self.rank.tp, self.me.tp, target.tp_rank, size, mine.shape.heads, theirs.shape.heads)
+        elif self.me.release.write_plan == "head_slices" and self._by_heads(job, target, rank, group):
+            part = Slice(target.local, target.remote, target.count)
+        pairs = self._pair(blocks, job.blocks[mine.table])
         local, remote = (np.array(side, dtype=np.int64) for side in zip(*pairs, strict=True))
         source = SourceCache(mine.shape, self.rank.engine.contents, geometry.heads_of(self.rank.tp, self.me.tp).start)
-        if sliced:
-            return head_slices(geometry, source, theirs.shape, local, remote, Slice(target.local, target.remote, target.count))
+        if part is not None:
+            return head_slices(geometry, source, theirs.shape, local, remote, part)
         return whole_blocks(geometry, source, theirs.shape, local, remote, by_reader=False)
 
     def _by_heads(self, job: Job, target: Target, rank: DecodeRank, group: int) -> bool:

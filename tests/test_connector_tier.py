@@ -181,6 +181,18 @@ def test_a_failed_read_of_a_model_with_several_block_tables_is_handed_to_vllms_s
     assert any("multiple KV cache groups" in finding.text for finding in result.findings)
 
 
+@vllm
+@pytest.mark.parametrize(("release", "layer", "released"), [("0.32.0", 0, 2), ("0.32.0", 1, 0), ("0.33.0", 0, 0), ("0.33.0", 1, 0)])
+def test_a_failed_read_beside_recurrent_states_kills_decode(release: str, layer: int, released: int) -> None:
+    needs(release)
+    model = "layers=4,kv_heads=8,head_dim=8,state=8x16,state_every=2"
+    sizes = {"prefill": {"tp": 2}, "decode": {"tp": 2}}
+    read = {"release": release, "mode": "read", "model": model, "prompt_tokens": 64, **sizes}
+    result = connector_tier(build({**read, "faults": [f"fail-transfer:read,layer={layer}"]}))
+    assert (result.outcome, len(result.sets.prefill_released or ())) == ("crash", released)
+    assert result.coverage == pytest.approx(0.6 if layer == 0 else 0.9)
+
+
 @pytest.fixture(scope="module")
 def faulty() -> dict[tuple[str, str], Result]:
     """Some faults of every class on two releases, in one go."""
