@@ -157,11 +157,19 @@ class World:
         engine.crash(f"rank {rank.name} died", None, rank.name)
         if fault.kind == "restart-rank":
             for index in engine.die():
-                if not self.transfers[index].went:
-                    self.transfers[index].bad_end = "crash"
+                self._cut_off(self.transfers[index], engine)
             for other in engine.ranks:
                 self.network.free(other)
             self.clock.after(_ns(fault.for_ms), lambda _event: self._restart(engine))
+
+    def _cut_off(self, transfer: Transfer, engine: PrefillEngine | DecodeEngine) -> None:
+        """The engine died with the request in it. Decode's client hears of it; prefill's part may be over."""
+        if isinstance(engine, PrefillEngine):
+            if not transfer.went:
+                transfer.bad_end = "crash"
+        elif not transfer.ended:
+            transfer.bad_end = "crash"
+            self._lose(transfer, f"{engine.name} died with it")
 
     def _restart(self, before: PrefillEngine | DecodeEngine) -> None:
         """The engine is back: ports and names as before, and nothing in its memory."""
@@ -324,13 +332,23 @@ class World:
         if any(rank.gone for rank in (self.prefills if side == "prefill" else self.decodes)[dp].ranks):
             self.log("unreachable", "router", side, transfer.index)
             return f"{side} is down"
-        if side == "prefill":
-            engine = self.prefills[dp]
-            self.clock.after(self.timing.message_ns + delay, lambda _event: engine.submit(transfer, params, answer))
-        else:
-            decode = self.decodes[dp]
-            self.clock.after(self.timing.message_ns + delay, lambda _event: decode.submit(transfer, params))
+        self.clock.after(self.timing.message_ns + delay, lambda _event: self._arrive(transfer, side, dp, params, answer))
         return ""
+
+    def _arrive(self, transfer: Transfer, side: str, dp: int, params: Params, answer: Any) -> None:
+        """A leg reaches the engine that is there by now; one that left late may find another, or none."""
+        engine = (self.prefills if side == "prefill" else self.decodes)[dp]
+        if any(rank.gone for rank in engine.ranks):
+            self.log("unreachable", "router", side, transfer.index)
+            if side == "prefill":
+                answer.succeed(None)
+            else:
+                transfer.bad_end = transfer.bad_end or "failed"
+                self._lose(transfer, "decode is down")
+        elif isinstance(engine, PrefillEngine):
+            engine.submit(transfer, params, answer)
+        else:
+            engine.submit(transfer, params)
 
     def _forgotten(self, transfer: Transfer) -> bool:
         """Whether the router has lost an instance by now: its heartbeats stopped and its registration ran out."""
