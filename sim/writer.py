@@ -463,7 +463,10 @@ class Writer:
         local, remote = (np.array(side, dtype=np.int64) for side in zip(*pairs, strict=True))
         source = SourceCache(mine.shape, self.rank.engine.contents, geometry.heads_of(self.rank.tp, self.me.tp).start)
         if sliced:
-            return head_slices(geometry, source, theirs.shape, local, remote, Slice(target.local, target.remote, target.count))
+            part = Slice(target.local, target.remote, target.count)
+            if self.world.geometry.mixed and self.me.release.unsupported == "request_refused":
+                part = Slice(0, 0, mine.shape.heads)  # layers of two kinds: it refuses unequal TP, so all heads of this kind
+            return head_slices(geometry, source, theirs.shape, local, remote, part)
         return whole_blocks(geometry, source, theirs.shape, local, remote, by_reader=False)
 
     def _by_heads(self, job: Job, target: Target, rank: DecodeRank, group: int) -> bool:
