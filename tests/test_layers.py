@@ -293,3 +293,22 @@ def test_pipeline_stages_take_the_same_ports(side: str) -> None:
     assert result.outcome == "hang"
     assert any("second pipeline stage" in finding.text for finding in result.findings)
     assert go("reference", "layers=2,mla=64+16", mode="write", **{side: {"pp": 2}}).outcome == "refused"
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+def test_a_request_that_reads_nothing_is_no_matter_of_block_tables(side: str) -> None:
+    """Decode computes the last token of a prompt itself, and so all of this one, whatever tables the other side has."""
+    result = go("0.30.0", SLIDING, prompt_tokens=1, **{side: {"hybrid_kv": False}})
+    assert result.outcome == "recomputed"
+
+
+@pytest.mark.parametrize(("tp", "total"), [(1, 1), (1, 4), (2, 2), (2, 8), (4, 8), (8, 4)])
+@pytest.mark.parametrize("release", ["0.33.0", "reference"])
+def test_unequal_pools_of_an_mla_model_with_a_gqa_layer(release: str, tp: int, total: int) -> None:
+    """0.33.0 then moves head by head, and as many as the model as a whole has: one. `reference` moves all of the layer."""
+    model, held = f"layers=3,mla=64+16,kv_heads={total},head_dim=8,gqa_every=2", len(heads(0, tp, total))
+    sides = {"prefill": {"tp": tp, "num_blocks": 20}, "decode": {"tp": tp, "num_blocks": 10}}
+    result = go(release, model, mode="write", **sides)
+    moved = 1 if release == "0.33.0" else held
+    assert [rank.coverage for rank in result.by_rank] == [pytest.approx((2 + 2 * moved) / (2 + 2 * held))] * tp
+    assert result.outcome == ("ok" if moved == held else "corrupt")
