@@ -362,7 +362,7 @@ def _untold_prefill(world: World, sets: Sets) -> list[Finding]:
     """Prefill ranks that hold data and were not told where it goes (WRITE), or that it was read (READ)."""
     told = set(sets.prefill_told or ())
     prefill, decode = world.setup.prefill, world.setup.decode
-    busy = {t.prefill_dp for t in world.transfers}
+    busy = {t.prefill_dp for t in world.transfers if not t.aborted}
     missing = [prefill.rank_name(dp, tp) for dp in sorted(busy) for tp in range(prefill.tp)
                if prefill.rank_name(dp, tp) not in told]  # fmt: skip
     if not missing or any(t.bad_end in ("refused", "recomputed") for t in world.transfers):

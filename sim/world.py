@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Generator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -57,6 +57,7 @@ class World:
         self.injector = Injector(setup.faults)
         self.network = Network(self.clock, self.history, self.timing.message_ns, self.injector)
         self.stray = 0
+        self._late_binds: Counter[str] = Counter()  # ports of late ranks that are yet to be bound, by engine
         self.legs: dict[tuple[int, str], dict[str, Any]] = {}
         self.transfers: list[Transfer] = []
         token, step = 0, math.lcm(setup.prefill.shape.block_size, setup.decode.shape.block_size)
@@ -100,6 +101,7 @@ class World:
                 else:
                     self.injector.note(fault)
                     engine.started = False
+                    self._late_binds[engine.name] += 1
                     self.clock.after(_ns(fault.ms), lambda _event, e=engine, r=rank: self._bind_late(e, r))  # type: ignore[misc]
         self._plan_ranks()
         if self._all_start():
@@ -129,9 +131,11 @@ class World:
         self.network.bind((host, me.notify_port + port), rank)
 
     def _bind_late(self, engine: PrefillEngine | DecodeEngine, rank: PrefillRank | DecodeRank) -> None:
-        taken = self.history.events("bind_failed")
+        """The engine starts with the last of its late ranks, if no rank of the deployment found its port taken."""
         self._bind(engine, rank)
-        if len(self.history.events("bind_failed")) == len(taken):
+        self._late_binds[engine.name] -= 1
+        failed = any(event.actor.startswith(engine.me.letter) for event in self.history.events("bind_failed"))
+        if not self._late_binds[engine.name] and not failed:
             engine.start()
 
     def _plan_ranks(self) -> None:
@@ -381,7 +385,7 @@ class World:
         tables = (*self.setup.prefill.tables, *self.setup.decode.tables)
         if self.mode == "write" and any(table.window for table in tables):
             return "sliding-window block tables in WRITE"
-        if len(self.setup.prefill.tables) != len(self.setup.decode.tables):
+        if [table.window for table in self.setup.prefill.tables] != [table.window for table in self.setup.decode.tables]:
             return "one engine has block tables of its own for sliding windows, the other has not"
         try:
             map_fan(0, self.setup.prefill.tp, self.setup.decode.tp, self.geometry)
