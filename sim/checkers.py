@@ -65,8 +65,12 @@ def every_request_ends(history: History, plan: Plan) -> Verdict:
 
 def nothing_held(history: History, plan: Plan) -> Verdict:
     """Whether both engines gave back all blocks, and none only because a timer fired."""
-    held = Counter((event.actor, event.request) for event in history.events("allocated"))
-    held.subtract((event.actor, event.request) for event in history.events("freed", "reaped"))
+    held: Counter[tuple[str, int]] = Counter()
+    for event in history.events("allocated", "freed", "reaped", "restarted"):
+        if event.kind == "restarted":  # its memory is new
+            held.update({holder: -count for holder, count in held.items() if holder[0] == event.actor})
+        else:
+            held[event.actor, event.request] += 1 if event.kind == "allocated" else -1
     kept = sorted({f"{actor} holds request {request}" for (actor, request), count in held.items() if count > 0})
     if kept:
         return False, f"{', '.join(kept[:4])} for ever"

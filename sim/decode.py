@@ -131,6 +131,7 @@ class DecodeEngine:
         self.ranks = [DecodeRank(self, tp) for tp in range(self.me.tp)]
         self.step_ns = world.timing.decode_layer_ns * world.geometry.layers
         self._queue: deque[tuple[Transfer, dict[str, Any]]] = deque()  # not yet admitted: the pool is full
+        self._held_up: set[int] = set()  # requests whose step is held up
         self._mapped: dict[str, Transfer] = {}  # by transfer id, from admission to the request's end
         self._id_of: dict[int, str] = {}  # by request
         self._waiting: set[int] = set()  # requests that wait for their KV
@@ -174,16 +175,18 @@ class DecodeEngine:
             if not self.crashed and not self.pool.fits(count, transfer.request.decode_blocks):
                 return
             self._queue.popleft()
-            if self.crashed:
-                transfer.bad_end = "crash"
-                continue
-            delay = self.world.step_delay("decode")
+            delay = 0 if self.crashed else self.world.step_delay("decode")
             if delay:
+                self._held_up.add(transfer.index)
                 self.world.clock.after(delay, lambda _event, t=transfer, p=params: self._start(t, p))  # type: ignore[misc]
             else:
                 self._start(transfer, params)
 
     def _start(self, transfer: Transfer, params: dict[str, Any]) -> None:
+        self._held_up.discard(transfer.index)
+        if self.crashed:
+            transfer.bad_end = "crash"
+            return
         refuses = self.me.release.unsupported == "request_refused"
         try:
             if refuses and (why := self.world.refuses()):
@@ -372,7 +375,7 @@ class DecodeEngine:
         self.world.log("preempted", self.name, request=transfer.index)
         policy = self.me.release.match_write if self.world.mode == "write" else self.me.release.match_read
         self._allocate(transfer)
-        if policy == "if_do_remote_prefill":
+        if policy == "if_do_remote_prefill" or transfer.request.external_zero:
             self.compute_locally(transfer)
         elif self.world.mode == "read":
             self.note_go(transfer)
@@ -442,17 +445,15 @@ class DecodeEngine:
         self.world.log("request_failed", self.name, request=transfer.index, detail=why)
 
     def die(self) -> list[int]:
-        """All processes of the engine end. Returns the requests that were in it, whose clients hear of it."""
+        """All processes of the engine end. Returns the requests that were in it."""
         for rank in self.ranks:
             rank.die()
-        inside = [*self.pool.held, *(each[0].index for each in (*self._queue, *self._early))]
+        inside = [*self.pool.held, *sorted(self._held_up), *(each[0].index for each in (*self._queue, *self._early))]
         self.pool.held.clear()
         self._queue.clear()
         for transfer in self.world.transfers:
             if transfer.decode_dp == self.dp:
                 transfer.needs = []  # the memory is gone, and what earlier requests left in it
-        for index in inside:
-            self.world.transfers[index].finish()
         return inside
 
     def crash(self, error: str, transfer: Transfer | None, where: str = "") -> None:

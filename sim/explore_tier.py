@@ -131,7 +131,9 @@ def _runnable(
 
 def _skip(summary: Summary, error: TierError) -> None:
     """Count a draft that was not run; reasons that differ in numbers only are one."""
-    reason = _NUMBERS.sub("N", f"{error.place}: {error.problem}")
+    reason = f"{error.place}: {error.problem}"
+    if error.place != "--vllm":  # a name that the user gave, the same for all drafts
+        reason = _NUMBERS.sub("N", reason)
     summary.outcomes["skipped"] = summary.outcomes.get("skipped", 0) + 1
     summary.skipped[reason] = summary.skipped.get(reason, 0) + 1
 

@@ -33,11 +33,12 @@ def find(world: World, ranks: list[RankCoverage], sets: Sets) -> list[Finding]:
         *_untold_prefill(world, sets),
         *_told_without_data(world, ranks),
         *_never_told(world, ranks, sets),
+        *_never_asked(world),
         *_used_early(world, ranks),
         *_wrong_content(world, ranks),
         *_held(world),
     ]
-    return findings
+    return findings or [*_never_filled(world, ranks), *_request_failures(world)]
 
 
 def _unfired(world: World, fault: Fault) -> Finding:
@@ -202,10 +203,12 @@ def _bind_failures(world: World) -> list[Finding]:
 
 def _crashes(world: World) -> list[Finding]:
     findings = []
+    planned = [*world.injector.planned("crash-rank"), *world.injector.planned("restart-rank")]
     for event in world.history.events("crashed"):
         endpoint = world.setup.prefill if event.actor[0] == "P" else world.setup.decode
         leg = "prefill" if endpoint is world.setup.prefill else "decode"
-        causes = _crash_causes(world, endpoint, leg, event.detail)
+        causes = [str(fault) for fault in planned if fault.target == event.actor and event.detail == f"rank {event.actor} died"]
+        causes = causes or _crash_causes(world, endpoint, leg, event.detail)
         if event.request >= 0 or not causes:  # else it died before there was a leg
             causes += peer_tp_causes(endpoint.release, _leg(world, leg, event.request))
         findings.append(Finding(kind="crash", text=f"{event.actor} died: {event.detail}", causes=causes))
@@ -367,12 +370,12 @@ def _untold_prefill(world: World, sets: Sets) -> list[Finding]:
     """Prefill ranks that hold data and were not told where it goes (WRITE), or that it was read (READ)."""
     told = set(sets.prefill_told or ())
     prefill, decode = world.setup.prefill, world.setup.decode
-    busy = {t.prefill_dp for t in world.transfers}
+    busy = {t.prefill_dp for t in world.transfers if not t.aborted}
     missing = [prefill.rank_name(dp, tp) for dp in sorted(busy) for tp in range(prefill.tp)
                if prefill.rank_name(dp, tp) not in told]  # fmt: skip
     if not missing or any(t.bad_end in ("refused", "recomputed") for t in world.transfers):
         return []
-    if any(engine.crashed for engine in world.engines) or not all(e.started for e in world.decodes):
+    if world.history.events("crashed") or not all(e.started for e in world.decodes):
         return []
     if world.mode == "write":
         params = _leg(world, "decode")
@@ -407,7 +410,11 @@ def _told_without_data(world: World, ranks: list[RankCoverage]) -> list[Finding]
         Finding(
             kind="told-without-data",
             text=f"{span(empty)} {'was' if len(empty) == 1 else 'were'} told done with cells missing or wrong",
-            causes=[_cause(release, "write_done_to"), "nothing checks who was written before saying done"],
+            causes=[
+                *([_MODEL_HEADS] if world.geometry.mixed else []),
+                _cause(release, "write_done_to"),
+                "nothing checks who was written before saying done",
+            ],
         )
     ]
 
@@ -448,6 +455,52 @@ def _used_early(world: World, ranks: list[RankCoverage]) -> list[Finding]:
     ]
 
 
+def _never_asked(world: World) -> list[Finding]:
+    """Requests whose prompt decode took for loaded in READ, although nothing was to be read for them."""
+    if world.mode == "write":
+        return []
+    unasked = [
+        t
+        for t in world.transfers
+        if t.went and (t.preempted or t.request.plain) and any(count.covered < count.cells for count in t.at_go)
+    ]
+    if not unasked:
+        return []
+    whose = ", ".join(str(t.index) for t in unasked)
+    causes = [f"request {t.index} {'was preempted' if t.preempted else 'is plain'}" for t in unasked]
+    return [
+        Finding(
+            kind="never-read",
+            text=f"decode took the prompt of request {whose} for loaded, and nothing was to be read for it",
+            causes=[*causes, _cause(world.setup.decode.release, "match_read")],
+        )
+    ]
+
+
+def _never_filled(world: World, ranks: list[RankCoverage]) -> list[Finding]:
+    """Cells that decode used in READ and that no read was to fill, when nothing else explains it."""
+    decode = world.setup.decode
+    gone = {t.decode_dp for t in world.transfers if t.went}
+    short = [decode.rank_name(r.dp, r.tp) for r in ranks if r.missing and r.dp in gone]
+    if world.mode == "write" or not short:
+        return []
+    field = "windows" if any(table.window for table in decode.tables) else "read_pairing"
+    text = f"{span(short)} used cells that no read was to fill"
+    return [Finding(kind="never-read", text=text, causes=[_cause(decode.release, field)])]
+
+
+def _request_failures(world: World) -> list[Finding]:
+    """Requests that ended with an error that nothing else explains."""
+    requests: dict[str, set[int]] = defaultdict(set)
+    for event in world.history.events("request_failed"):
+        requests[event.detail].add(event.request)
+    fired = list(dict.fromkeys(event.detail for event in world.history.events("fault_fired")))
+    return [
+        Finding(kind="request-failed", text=f"request {', '.join(map(str, sorted(failed)))} failed: {why}", causes=fired)
+        for why, failed in requests.items()
+    ]
+
+
 def _held(world: World) -> list[Finding]:
     findings = []
     timer = world.history.events("expired", "reaped")
@@ -460,6 +513,11 @@ def _held(world: World) -> list[Finding]:
             Finding(kind="held-until-timer", text=f"{text}: prefill's blocks were held for {held_s:g} s",
                     causes=[_cause(world.setup.prefill.release, "reaper")])
         )  # fmt: skip
+    for waiting in world.decodes:
+        if not waiting.crashed and (kept := sorted(index for index in waiting.pool.held if world.transfers[index].ended)):
+            text = f"{waiting.name} holds the blocks of requests {kept} for ever: they are over, and no rank reports them"
+            field = "abort_waiting" if any(world.transfers[index].aborted for index in kept) else "decode_timer"
+            findings.append(Finding(kind="leak", text=text, causes=[_cause(waiting.me.release, field)]))
     for engine in world.prefills:
         if engine.pool.held and not engine.crashed:
             findings.append(

@@ -35,7 +35,7 @@ def sizes_of(draft: Mapping[str, Any], field: str) -> tuple[int, int]:
 def request_count(draft: Mapping[str, Any]) -> int:
     """How many requests a draft has."""
     requests = draft.get("requests") or max(sizes_of(draft, "dp"))
-    return len(requests) if isinstance(requests, list) else int(requests)
+    return requests if isinstance(requests, int) else len(requests)
 
 
 def key_fault_bodies(key: str, value: Any) -> list[str]:

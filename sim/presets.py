@@ -175,7 +175,7 @@ def _from_numbers(text: str) -> Geometry:
             raise InputError("model", f"no field {short(name)} in {short(text)}", nearest(name, (*_NUMBERS, *_TEXTS)))
         fields[name] = value
     if set(fields) not in _MODELS:
-        raise InputError("model", f"{short(text)} has not the fields of a model", f"use {_FORM}")
+        raise InputError("model", f"{short(text)} has not the fields of a model", _nearest_model(set(fields)))
     n = {name: _number(f"model.{name}", fields[name], limit) for name, limit in _NUMBERS.items() if name in fields}
     layers = n["layers"]
     mla = _latent(layers, fields["mla"]) if "mla" in fields else None
@@ -212,6 +212,16 @@ def _state(layers: int, text: str) -> Geometry:
         head_dim=_number("model.state", width, _MAX_STATE),
         state=True,
     )
+
+
+def _nearest_model(given: set[str]) -> str:
+    """What to change in the names of a model's parts so that they make one."""
+    if given <= _GQA | {"mla"}:
+        return f"use {_FORM}"
+    best = min(_MODELS, key=lambda model: (len(model ^ given), len(given - model)))
+    order = (*_NUMBERS, *_TEXTS)
+    changes = [("add", best - given), ("leave out", given - best)]
+    return " and ".join(f"{verb} {', '.join(sorted(names, key=order.index))}" for verb, names in changes if names)
 
 
 def _latent(layers: int, text: str) -> Geometry:

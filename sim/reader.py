@@ -143,9 +143,10 @@ class Reader:
         """The first layer that the release's guard refuses, and its refusal."""
         guard, size = self.me.release.call("read_guard"), self.me.release.call("unknown_tp_guard")(leg.peer_tp, self.me.tp)
         refused: list[tuple[int, PeerRefusal]] = []
-        for mine, theirs in zip(self.me.groups, rank.me.groups, strict=True):
+        for mine in self.me.groups:  # layer by layer: prefill may have other groups, if only one side has the hybrid manager
             if mine.geometry.state:
                 continue
+            theirs = rank.me.groups[rank.me.places[mine.layers[0]][0]]
             try:
                 guard(self.me.tp, size, mine.shape, rank.me.advertised(theirs), self._guarded(mine.geometry))
             except PeerRefusal as refusal:

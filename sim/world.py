@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Generator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -57,6 +57,7 @@ class World:
         self.injector = Injector(setup.faults)
         self.network = Network(self.clock, self.history, self.timing.message_ns, self.injector)
         self.stray = 0
+        self._late_binds: Counter[str] = Counter()  # ports of late ranks that are yet to be bound, by engine
         self.legs: dict[tuple[int, str], dict[str, Any]] = {}
         self.transfers: list[Transfer] = []
         token, step = 0, math.lcm(setup.prefill.shape.block_size, setup.decode.shape.block_size)
@@ -100,6 +101,7 @@ class World:
                 else:
                     self.injector.note(fault)
                     engine.started = False
+                    self._late_binds[engine.name] += 1
                     self.clock.after(_ns(fault.ms), lambda _event, e=engine, r=rank: self._bind_late(e, r))  # type: ignore[misc]
         self._plan_ranks()
         if self._all_start():
@@ -129,9 +131,11 @@ class World:
         self.network.bind((host, me.notify_port + port), rank)
 
     def _bind_late(self, engine: PrefillEngine | DecodeEngine, rank: PrefillRank | DecodeRank) -> None:
-        taken = self.history.events("bind_failed")
+        """The engine starts with the last of its late ranks, if no rank of the deployment found its port taken."""
         self._bind(engine, rank)
-        if len(self.history.events("bind_failed")) == len(taken):
+        self._late_binds[engine.name] -= 1
+        failed = any(event.actor.startswith(engine.me.letter) for event in self.history.events("bind_failed"))
+        if not self._late_binds[engine.name] and not failed:
             engine.start()
 
     def _plan_ranks(self) -> None:
@@ -157,11 +161,19 @@ class World:
         engine.crash(f"rank {rank.name} died", None, rank.name)
         if fault.kind == "restart-rank":
             for index in engine.die():
-                if not self.transfers[index].went:
-                    self.transfers[index].bad_end = "crash"
+                self._cut_off(self.transfers[index], engine)
             for other in engine.ranks:
                 self.network.free(other)
             self.clock.after(_ns(fault.for_ms), lambda _event: self._restart(engine))
+
+    def _cut_off(self, transfer: Transfer, engine: PrefillEngine | DecodeEngine) -> None:
+        """The engine died with the request in it. Decode's client hears of it; prefill's part may be over."""
+        if isinstance(engine, PrefillEngine):
+            if not transfer.went:
+                transfer.bad_end = "crash"
+        elif not transfer.ended:
+            transfer.bad_end = "crash"
+            self._lose(transfer, f"{engine.name} died with it")
 
     def _restart(self, before: PrefillEngine | DecodeEngine) -> None:
         """The engine is back: ports and names as before, and nothing in its memory."""
@@ -324,13 +336,23 @@ class World:
         if any(rank.gone for rank in (self.prefills if side == "prefill" else self.decodes)[dp].ranks):
             self.log("unreachable", "router", side, transfer.index)
             return f"{side} is down"
-        if side == "prefill":
-            engine = self.prefills[dp]
-            self.clock.after(self.timing.message_ns + delay, lambda _event: engine.submit(transfer, params, answer))
-        else:
-            decode = self.decodes[dp]
-            self.clock.after(self.timing.message_ns + delay, lambda _event: decode.submit(transfer, params))
+        self.clock.after(self.timing.message_ns + delay, lambda _event: self._arrive(transfer, side, dp, params, answer))
         return ""
+
+    def _arrive(self, transfer: Transfer, side: str, dp: int, params: Params, answer: Any) -> None:
+        """A leg reaches the engine that is there by now; one that left late may find another, or none."""
+        engine = (self.prefills if side == "prefill" else self.decodes)[dp]
+        if any(rank.gone for rank in engine.ranks):
+            self.log("unreachable", "router", side, transfer.index)
+            if side == "prefill":
+                answer.succeed(None)
+            else:
+                transfer.bad_end = transfer.bad_end or "failed"
+                self._lose(transfer, "decode is down")
+        elif isinstance(engine, PrefillEngine):
+            engine.submit(transfer, params, answer)
+        else:
+            engine.submit(transfer, params)
 
     def _forgotten(self, transfer: Transfer) -> bool:
         """Whether the router has lost an instance by now: its heartbeats stopped and its registration ran out."""
@@ -368,7 +390,7 @@ class World:
         tables = (*self.setup.prefill.tables, *self.setup.decode.tables)
         if self.mode == "write" and any(table.window for table in tables):
             return "sliding-window block tables in WRITE"
-        if len(self.setup.prefill.tables) != len(self.setup.decode.tables):
+        if [table.window for table in self.setup.prefill.tables] != [table.window for table in self.setup.decode.tables]:
             return "one engine has block tables of its own for sliding windows, the other has not"
         try:
             map_fan(0, self.setup.prefill.tp, self.setup.decode.tp, self.geometry)

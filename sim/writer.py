@@ -469,6 +469,8 @@ class Writer:
             part = state_slice(self.rank.tp, self.me.tp, target.tp_rank, size, mine.shape.heads, theirs.shape.heads)
         elif self.me.release.write_plan == "head_slices" and self._by_heads(job, target, rank, group):
             part = Slice(target.local, target.remote, target.count)
+            if self.world.geometry.mixed and self.me.release.unsupported == "request_refused":
+                part = Slice(0, 0, mine.shape.heads)  # layers of two kinds: it refuses unequal TP, so all heads of this kind
         pairs = self._pair(blocks, job.blocks[mine.table])
         local, remote = (np.array(side, dtype=np.int64) for side in zip(*pairs, strict=True))
         source = SourceCache(mine.shape, self.rank.engine.contents, geometry.heads_of(self.rank.tp, self.me.tp).start)

@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 
-from sim import RELEASES, Result, build, run
+from sim import RELEASES, Result, build, resolve, run, run_world
+from sim.history import KINDS
+from sim.story import _TOLD, story
 
 MLA, EIGHT, TWO = "layers=2,mla=64+16", "layers=2,kv_heads=8,head_dim=8", "layers=2,kv_heads=2,head_dim=8"
 FIXED = ["0.27.0", "0.28.0", "0.29.0", "0.30.0", "0.31.0", "0.32.0"]
@@ -168,3 +170,26 @@ def test_equal_tp_is_good_in_write_unless_the_key_is_misread(release: str) -> No
     for tp in (1, 2, 4, 8):
         result = go(release, tp, tp, EIGHT)
         assert result.outcome == ("corrupt" if release in ("0.25.1", "0.26.0") and tp > 1 else "ok")
+
+
+@pytest.mark.parametrize(
+    ("fields", "kind", "says"),
+    [
+        ({"mode": "read", "release": "0.27.0", "requests": [{"plain": True}]}, "never-read", "request 0 is plain"),
+        ({"mode": "read", "release": "0.31.0", "faults": ["preempt:0"]}, "never-read", "request 0 was preempted"),
+        ({"release": "reference", "faults": ["drop-notice:write_done"]}, "request-failed", "drop-notice:write_done"),
+        ({"release": "0.33.0", "faults": ["abort:0,at=waiting,ms=1", "delay-notice:remote_blocks,ms=100"]}, "leak", "abort_waiting"),
+        ({"release": "0.27.0", "faults": ["crash-rank:P0,ms=3"]}, "crash", "crash-rank:P0,ms=3"),
+    ],
+)  # fmt: skip
+def test_what_ends_badly_has_a_finding_with_its_cause(fields: dict[str, Any], kind: str, says: str) -> None:
+    findings = run(build({"model": "layers=2,mla=64+16", "prompt_tokens": 32} | fields)).findings
+    causes = [cause for finding in findings if finding.kind == kind for cause in finding.causes]
+    assert any(says in cause for cause in causes)
+
+
+def test_the_story_tells_every_kind_of_event() -> None:
+    quiet = {"bound", "leg_sent", "fault_fired"}
+    assert set(_TOLD) == set(KINDS) - quiet
+    world = run_world(resolve(build({"model": "layers=2,mla=64+16", "decode": {"pp": 2}})))[1]
+    assert any("could not bind" in line for line in story(world, 0))

@@ -306,3 +306,16 @@ def test_examples_survive_odd_strings(tmp_path: Path) -> None:
     path = tmp_path / "odd.toml"
     path.write_text(example_text(group_of(Signature(finding[0], "0.27.0", "write", ()), "seed 1", draft)), encoding="utf-8")
     assert CliRunner().invoke(replay_command, [str(path)]).exit_code == 0
+
+
+def test_grid_of_a_list_of_requests(tmp_path: Path) -> None:
+    path = tmp_path / "two.toml"
+    path.write_text(f'release = "0.27.0"\nmodel = "{MLA}"\nrequests = [{{}}, {{plain = true}}]\n')
+    lines = explored("--grid", str(path), "--mode", "write", "--prefill", "1", "--decode", "1").stdout.splitlines()
+    assert any(line.startswith("digest ") for line in lines)
+
+
+def test_a_budget_is_a_number() -> None:
+    done = subprocess.run([sys.executable, "-m", "sim", "explore", "--budget", "nan"], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr == "kvcover: --budget: nan is no number of seconds; use a number such as 60\n"

@@ -196,3 +196,9 @@ def test_finds_a_known_fault_of_the_real_connector() -> None:
     summary = explore_tier(connector_tier, drafts_of(connector_tier, seed_jobs(swarm, 0, 3)), "0.26.0")
     assert summary.outcomes == {"corrupt": 3}
     assert "told-without-data" in summary.ranked()[0].signature.kinds
+
+
+def test_a_vllm_that_is_not_there_is_named() -> None:
+    done = CliRunner().invoke(explore_command, ["--tier", "connector", "--vllm", "9.9.9", "--seeds", "1"])
+    assert isinstance(done.exception, InputError)
+    assert "9.9.9" in str(done.exception)

@@ -306,3 +306,11 @@ def test_concurrency_limit() -> None:
 ])  # fmt: skip
 def test_releases_that_differ(prefill: str, decode: str, outcome: str) -> None:
     assert go(prefill, tp=4, decode_release=decode).outcome == outcome
+
+
+@pytest.mark.parametrize("release", ["0.28.0", "0.31.0", "0.33.0"])
+@pytest.mark.parametrize("mode", ["write", "read"])
+def test_who_needs_nothing_needs_nothing_when_preempted(release: str, mode: str) -> None:
+    """Whatever the scheduler asks the connector for, it is no token of such a request, the second time as the first."""
+    result = go(release, "preempt:0", mode=mode, requests=[{"external_zero": True}])
+    assert result.by_request[0] in ("recomputed", "degraded")

@@ -260,8 +260,10 @@ def test_a_config_that_is_wrong(tmp_path: Path, fields: dict[str, Any], says: st
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("layers=4,kv_heads=8,head_dim=8,full_every=2", "has not the fields"),
-        ("layers=4,mla=64+16,window=32", "has not the fields"),
+        ("layers=4,kv_heads=8,head_dim=8,full_every=2", "has not the fields of a model; add window$"),
+        ("layers=4,mla=64+16,window=32", "has not the fields of a model; leave out window$"),
+        ("layers=4,kv_heads=8,head_dim=8,mla=8,window=4,mla_every=2", "leave out window$"),
+        ("kv_heads=8,head_dim=8,window=4", "add layers$"),
         ("layers=4,kv_heads=8,head_dim=8,window=0", "out of range"),
         ("layers=4,kv_heads=8,head_dim=8,window=8,full_every=5", "out of range"),
         ("layers=4,kv_heads=8,head_dim=8,mla=64,mla_evry=2", "mla_every"),
@@ -293,3 +295,45 @@ def test_pipeline_stages_take_the_same_ports(side: str) -> None:
     assert result.outcome == "hang"
     assert any("second pipeline stage" in finding.text for finding in result.findings)
     assert go("reference", "layers=2,mla=64+16", mode="write", **{side: {"pp": 2}}).outcome == "refused"
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+def test_a_request_that_reads_nothing_is_no_matter_of_block_tables(side: str) -> None:
+    """Decode computes the last token of a prompt itself, and so all of this one, whatever tables the other side has."""
+    result = go("0.30.0", SLIDING, prompt_tokens=1, **{side: {"hybrid_kv": False}})
+    assert result.outcome == "recomputed"
+
+
+@pytest.mark.parametrize(("tp", "total"), [(1, 1), (1, 4), (2, 2), (2, 8), (4, 8), (8, 4)])
+@pytest.mark.parametrize("release", ["0.33.0", "reference"])
+def test_unequal_pools_of_an_mla_model_with_a_gqa_layer(release: str, tp: int, total: int) -> None:
+    """0.33.0 then moves head by head, and as many as the model as a whole has: one. `reference` moves all of the layer."""
+    model, held = f"layers=3,mla=64+16,kv_heads={total},head_dim=8,gqa_every=2", len(heads(0, tp, total))
+    sides = {"prefill": {"tp": tp, "num_blocks": 20}, "decode": {"tp": tp, "num_blocks": 10}}
+    result = go(release, model, mode="write", **sides)
+    moved = 1 if release == "0.33.0" else held
+    assert [rank.coverage for rank in result.by_rank] == [pytest.approx((2 + 2 * moved) / (2 + 2 * held))] * tp
+    assert result.outcome == ("ok" if moved == held else "corrupt")
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+def test_a_late_rank_does_not_start_an_engine_of_pipeline_stages(side: str) -> None:
+    late = f"late-rank:{side[0].upper()}1,ms=100"
+    result = go("0.33.0", "layers=2,mla=64+16", mode="write", faults=[late], **{side: {"pp": 2, "tp": 2}})
+    assert result.outcome == "hang"
+
+
+def test_an_engine_starts_with_the_last_of_its_late_ranks() -> None:
+    """Prefill computes two layers of 2 ms each once both ranks are there, and not before."""
+    for latest, *others in ((3000, 10), (3000, 10, 20)):
+        faults = [f"late-rank:P{rank},ms={ms}" for rank, ms in enumerate((*others, latest))]
+        result = go("0.33.0", "layers=2,mla=64+16", mode="write", prefill={"tp": len(faults)}, faults=faults)
+        assert result.time_to_go_ms is not None
+        assert result.time_to_go_ms.p50 > latest
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+def test_reference_refuses_one_engine_without_windows(side: str) -> None:
+    """Also where all layers slide, and each engine has one block table: prefill would offer the tail of its own only."""
+    result = go("reference", "layers=2,kv_heads=8,head_dim=8,window=16", prompt_tokens=96, **{side: {"hybrid_kv": False}})
+    assert result.outcome == "refused"

@@ -93,3 +93,28 @@ def test_what_was_sent_while_it_was_down_arrives_when_it_is_back() -> None:
 
 def test_after_the_last_request_it_changes_nothing() -> None:
     assert run(build(AROUND | {"requests": 1, "faults": [OF_DECODE]})).outcome == "vacuous"
+
+
+def test_a_request_whose_step_is_held_up_dies_with_the_engine() -> None:
+    """Decode is to start it 3 s later; by then the engine that had it is dead, and a new one knows nothing of it."""
+    faults = ["restart-rank:D0,ms=1,for=2000", "delay-step:decode,ms=3000"]
+    result, world = run_world(resolve(build(AROUND | {"release": "0.33.0", "requests": 1, "faults": faults})))
+    assert result.outcome == "crash"
+    assert not [event for event in world.history.events("allocated") if event.actor == "D"]
+    assert next(check for check in result.checks if check.name == "every-request-ends").verdict == "pass"
+
+
+@pytest.mark.parametrize(("late_ms", "outcome"), [(4000, "failed"), (6000, "ok")])
+def test_a_leg_that_leaves_late_finds_the_engine_of_that_moment(late_ms: int, outcome: str) -> None:
+    """It is down from 3 s to 5 s. Before the late leg comes there is nothing that a rank's fault could hit."""
+    fields = {"release": "0.33.0", "mode": "read", "requests": [{}, {"arrival_ns": 2 * S}]}
+    faults = [f"delay-leg:decode,request=1,ms={late_ms - 2000}", OF_DECODE]
+    assert run(build(AROUND | fields | {"faults": faults})).by_request == ["ok", outcome]
+
+
+def test_a_restart_gives_back_what_was_held() -> None:
+    """P1 gets no release, holds its blocks and would until its timer fires, but its memory is new by then."""
+    fields = {"release": "0.28.0", "mode": "read", "model": "layers=2,kv_heads=1,head_dim=8", "decode": {"tp": 1}, "requests": 1}
+    result = run(build(AROUND | fields | {"faults": ["restart-rank:P1,ms=100,for=1"]}))
+    assert result.outcome == "ok"
+    assert next(check for check in result.checks if check.name == "nothing-held").verdict == "pass"

@@ -58,6 +58,8 @@ def explore(**options: Any) -> None:
     With --tier connector each draft that the tier can run is run there and on the model, and a run in which they differ is
     a failure of its own kind, the worst: one of the two is wrong.
     """
+    if options["budget"] is not None and math.isnan(options["budget"]):
+        raise InputError("--budget", "nan is no number of seconds", "use a number such as 60")
     tier = _real_tier(options)
     check_output(options["output"])
     if options["out"] is not None:
