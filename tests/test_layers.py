@@ -246,7 +246,7 @@ def test_windows_of_a_config(tmp_path: Path, fields: dict[str, Any], windows: li
     ("fields", "says"),
     [
         ({"sliding_window": 8, "layer_types": ["full_attention"]}, "no list of 6 types"),
-        ({"sliding_window": 8, "layer_types": ["linear_attention"] * 6}, "can't be modelled"),
+        ({"sliding_window": 8, "layer_types": ["linear_attention"] * 6}, "recurrent state can't be read"),
         ({"sliding_window": 0}, "out of range"),
         ({"sliding_window": "8"}, "not a whole number"),
         ({"sliding_window": 8, "sliding_window_pattern": 0}, "no count of layers"),
