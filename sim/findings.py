@@ -34,6 +34,7 @@ def find(world: World, ranks: list[RankCoverage], sets: Sets) -> list[Finding]:
         *_told_without_data(world, ranks),
         *_never_told(world, ranks, sets),
         *_never_asked(world),
+        *_put_off(world),
         *_used_early(world, ranks),
         *_wrong_content(world, ranks),
         *_held(world),
@@ -435,6 +436,19 @@ def _never_told(world: World, ranks: list[RankCoverage], sets: Sets) -> list[Fin
         causes.append(_cause(release, "write_done_to"))
     causes.append(_cause(decode.release, "decode_timer"))
     return [Finding(kind="never-told", text=f"{span(untold)} never heard that the blocks are complete", causes=causes)]
+
+
+def _put_off(world: World) -> list[Finding]:
+    requests = [str(event.request) for event in world.history.events("put_off")]
+    if not requests:
+        return []
+    return [
+        Finding(
+            kind="read-put-off",
+            text=f"request {', '.join(requests)} ran without its KV: its step had handshakes, and read for another one",
+            causes=[_cause(world.setup.decode.release, "read_handshake")],
+        )
+    ]
 
 
 def _used_early(world: World, ranks: list[RankCoverage]) -> list[Finding]:

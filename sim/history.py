@@ -57,6 +57,7 @@ KINDS: dict[str, str] = {
     "freed": "an engine freed the blocks of a request",
     "reaped": "prefill's scheduler freed blocks whose release never came",
     "go": "decode uses its cells",
+    "put_off": "the step handshakes, and reads for another request: this one's read waits for a later step that reads",
     "recompute": "decode prefills the request itself",
     "load_failed": "the request's KV will not come, and decode prefills it itself; detail: why",
     "refused": "an engine refused the request before anything moved",

@@ -487,7 +487,7 @@ POLICIES: dict[str, dict[str, Policy]] = {
         "param": Policy("reads from the prefill DP rank that `remote_dp_rank` names"),
     },
     "read_handshake": {
-        "lazy": Policy("handshakes while loading, and goes on without them after the transfer timeout"),
+        "lazy": Policy("handshakes while loading, in a step that reads for one request alone; goes on without after the timeout"),
         "eager_vote": Policy("handshakes with every prefill rank first; all ranks vote, without a limit"),
         "eager_bounded": Policy("as `eager_vote`, but a port that nobody binds within the transfer timeout fails the request"),
     },

@@ -98,6 +98,7 @@ class ReadStep:
             self._dials, engine.dialling = True, (now, wait)
         elif engine.dialling[0] == now:
             self._put_off = True
+            self.world.log("put_off", engine.name, request=self.transfer.index)
             engine.put_off.append((self, leg, local))
             wait = engine.dialling[1]
         return wait

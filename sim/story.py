@@ -44,6 +44,7 @@ _TOLD = {
     "freed": "{who} freed the blocks",
     "reaped": "{who} freed the blocks because its timer fired",
     "go": "{who} resumed the request: decode uses its cells",
+    "put_off": "{who} put off the read and runs the request without it",
     "recompute": "{who} computes the prompt itself",
     "load_failed": "{who}: {detail}",
     "refused": "{who} refused: {detail}",

@@ -38,6 +38,13 @@ def test_the_window_of_a_late_handshake(ms: int, by_rank: list[float], outcome: 
     assert result.outcome == outcome
 
 
+def test_a_read_that_is_put_off_is_named() -> None:
+    result = run(build(scenario("one-read-a-step")))
+    assert [finding.text for finding in result.findings if finding.kind == "read-put-off"] == [
+        "request 1 ran without its KV: its step had handshakes, and read for another one"
+    ]
+
+
 def test_a_way_out_of_the_late_handshake() -> None:
     overrides = {"sealing": "every_layer", "write_failure": "write_failed"}
     assert run(build(scenario("late-handshake", overrides=overrides))).outcome == "failed"
