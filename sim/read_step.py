@@ -100,7 +100,7 @@ class ReadStep:
             self._put_off = True
             self.world.log("put_off", engine.name, request=self.transfer.index)
             engine.put_off.append((self, leg, local))
-            wait = engine.dialling[1]
+            wait = engine.dialling[1] + 1  # the reads of the step are posted before, and may end it
         return wait
 
     def _handshake(self, leg: Leg, local: list[list[int]]) -> Generator[Any, None, bool]:

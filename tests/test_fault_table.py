@@ -80,6 +80,8 @@ ROWS: list[tuple[str, tuple[str, ...], dict[str, Any], dict[tuple[str, ...], str
     ("done twice, generating", ("duplicate-notice:write_done,ms=500",), {"generate_ns": HUNDRED_S}, {ALL: "crash"}),
     ("done twice, over", ("duplicate-notice:write_done,ms=500",), {}, {ALL: "ok"}),
     ("two READs in a step", (), {"mode": "read", "requests": 2}, {since("0.24.0", "0.26.0"): "corrupt", since("0.27.0"): "ok"}),
+    ("two READs, refused", (), {"mode": "read", "requests": 2, "model": "layers=2,kv_heads=2,head_dim=8", "decode": {"tp": 2}},
+     {("0.25.1", "0.26.0"): "crash"}),
     ("two READs, later", (), {"mode": "read", "requests": [{}, {"arrival_ns": 10**9}]}, {ALL: "ok"}),
     ("prefill tells itself", ("set:do_remote_prefill=true@prefill", "delay-leg:decode,ms=400"), {}, {since("0.26.0"): "hang"}),
     ("prefix hit on D", (), {"requests": [{"decode_hit_blocks": 8}]}, {ALL: "ok"}),
