@@ -87,17 +87,7 @@ class Harness:
             faults = RankFaults(case, book)
             ports = dict(zip(_SIDES, reserved, strict=True))
             with self._children(case.for_ranks(Path(folder) / "book"), Path(folder), ports, faults) as children:
-                problem = children.await_start(10.0 + case.ranks, faults.late)
-                if problem:
-                    refuse_misfits(problem[0])
-                    return not_started(case, *problem, time.monotonic() - started)
-                children.introduce(faults.late)
-                run = Run(case, children, faults, book)
-                run.drive()
-                evidence = Evidence(case, run.engines, children.ranks, run.transfer_ids, children.past)
-                result = conclude(evidence, time.monotonic() - started, book.totals())
-                refuse_misfits(list(result.raised))
-                return result
+                return drive(case, children, faults, book, 10.0 + case.ranks, started)
 
     @contextmanager
     def _children(self, case: ConnectorCase, folder: Path, ports: dict[Side, Ports], faults: RankFaults) -> Iterator[Children]:
@@ -132,6 +122,23 @@ class Harness:
             meeting = folder / f"{side}{dp}-{len(children.gone)}"
             arguments = (side, dp, log, tp, meeting, ports, faults.late.get(name, 0.0))
             children.ranks[key].append(Child(name, server, run, "rank", arguments, ask=True))
+
+
+def drive(
+    case: ConnectorCase, children: Children, faults: RankFaults, book: SharedInjector, start_limit_s: float, started: float
+) -> CaseResult:
+    """Wait until all children are up, run the case and judge it; `started` is when it began, on the monotonic clock."""
+    problem = children.await_start(start_limit_s, faults.late)
+    if problem:
+        refuse_misfits(problem[0])
+        return not_started(case, *problem, time.monotonic() - started)
+    children.introduce(faults.late)
+    run = Run(case, children, faults, book)
+    run.drive()
+    evidence = Evidence(case, run.engines, children.ranks, run.transfer_ids, children.past)
+    result = conclude(evidence, time.monotonic() - started, book.totals())
+    refuse_misfits(list(result.raised))
+    return result
 
 
 def refuse_misfits(raised: list[Raised]) -> None:

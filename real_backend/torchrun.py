@@ -34,14 +34,13 @@ from real_backend import scheduler_side
 from real_backend.book import SharedInjector
 from real_backend.case import CaseResult, ConnectorCase, FaultPlan, Side, Timers
 from real_backend.device_rank import DeviceRank, prepare_device, suit
-from real_backend.harness import Children, Run, refuse_misfits
+from real_backend.harness import Children, drive
 from real_backend.processes import HOST, Child, Ports, ProcessDied, reserve_ports
 from real_backend.rank import raised_by
 from real_backend.rank_faults import RankFaults
 from real_backend.report import to_result
 from real_backend.translate import Job, refuse_unlike_layers, to_job
 from real_backend.trees import choose
-from real_backend.verdict import Evidence, conclude, not_started
 from real_backend.vllm_setup import ConfigFactory, describe, prepare
 from sim.errors import InputError, TierError
 from sim.scenario import build, load
@@ -372,17 +371,7 @@ def _collect(case: ConnectorCase, children: Children, listener: Listener) -> Non
 def _drive(case: ConnectorCase, children: Children, path: Path) -> CaseResult:
     started = time.monotonic()
     book = SharedInjector(case.plan.faults, path)
-    faults = RankFaults(case, book)
-    problem = children.await_start(_START_LIMIT_S, faults.late)
-    if problem:
-        refuse_misfits(problem[0])
-        return not_started(case, *problem, time.monotonic() - started)
-    children.introduce(faults.late)
-    run = Run(case, children, faults, book)
-    run.drive()
-    seen = conclude(Evidence(case, run.engines, children.ranks, run.transfer_ids), time.monotonic() - started, book.totals())
-    refuse_misfits(list(seen.raised))
-    return seen
+    return drive(case, children, RankFaults(case, book), book, _START_LIMIT_S, started)
 
 
 def _result(options: argparse.Namespace, job: Job, as_run: Job, seen: CaseResult, abouts: list[dict[str, Any]]) -> str:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from sim.errors import PeerRefusal
 from sim.legs import peer_address, pods_of
+from sim.network import Address, Deliver
 from sim.policies import MOST_RANKS, as_int, fold
 from sim.rank import Tables
 from sim.setup import Endpoint
@@ -31,11 +32,8 @@ class Announcer:
         if not self._is_ours(params):
             return
         for address in self._prefill_ports(transfer, params, folded=True):
-            self._world.log("blocks_ready_sent", self._name, f"port {address[1]}", transfer.index)
-            self._world.network.send(
-                self._name, address, transfer.index, "remote_blocks",
-                lambda rank: rank.on_blocks_ready(transfer_id, transfer, blocks, self._dp),
-            )  # fmt: skip
+            self._send(address, transfer, "blocks_ready_sent", "remote_blocks",
+                       lambda rank: rank.on_blocks_ready(transfer_id, transfer, blocks, self._dp))  # fmt: skip
 
     def nothing(self, transfer: Transfer, params: Params, transfer_id: Any, blocks: Tables) -> None:
         """Nothing is needed from prefill: whoever has the blocks computes the request itself (vllm#58108)."""
@@ -51,18 +49,19 @@ class Announcer:
         """Tell prefill's ranks that decode needs nothing of this request."""
         consumer = self._me.tp if self._me.release.early_release_acks == "decode_size" else 1
         for address in self._prefill_ports(transfer, params, folded=False):
-            self._world.log("release_sent", self._name, f"port {address[1]}", transfer.index)
-            self._world.network.send(
-                self._name, address, transfer.index, "release",
-                lambda rank: rank.on_release(transfer_id, transfer, consumer, self._name),
-            )  # fmt: skip
+            self._send(address, transfer, "release_sent", "release",
+                       lambda rank: rank.on_release(transfer_id, transfer, consumer, self._name))  # fmt: skip
+
+    def _send(self, address: Address, transfer: Transfer, event: str, message: str, deliver: Deliver) -> None:
+        self._world.log(event, self._name, f"port {address[1]}", transfer.index)
+        self._world.network.send(self._name, address, transfer.index, message, deliver)
 
     def _is_ours(self, params: Params) -> bool:
         """Whether it is this DP rank that tells prefill of the request."""
         ours: bool = self._me.release.call("blocks_ready_gate")(params, self._dp, self._me.pod(self._dp))
         return ours
 
-    def _prefill_ports(self, transfer: Transfer, params: Params, folded: bool) -> list[tuple[str, int]]:
+    def _prefill_ports(self, transfer: Transfer, params: Params, folded: bool) -> list[Address]:
         """Notify addresses of the prefill ranks that this release knows; unfolded ones know nothing of pods."""
         release, peer = self._me.release, self._world.setup.prefill
         host, _handshake, notify_port = peer_address(params, release.address, peer, self._world.named_ports(transfer, peer))

@@ -222,12 +222,10 @@ class DecodeEngine:
         blocks: Tables = [table.tolist() for table in self._allocate(transfer)]
         if params:
             self._map(transfer, str(self._mapped_id(transfer, params)))
-        if not wanted and release.match_write == "if_do_remote_prefill":
-            self.compute_locally(transfer)
-            self._report_kept(transfer)
-            return
-        if transfer.request.external_zero:
-            self.announce.nothing(transfer, params, transfer_id, blocks)
+        unwanted = not wanted and release.match_write == "if_do_remote_prefill"
+        if unwanted or transfer.request.external_zero:
+            if not unwanted:
+                self.announce.nothing(transfer, params, transfer_id, blocks)
             self.compute_locally(transfer)
             self._report_kept(transfer)
             return

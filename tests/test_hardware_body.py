@@ -38,15 +38,6 @@ def scenario(release: str, **changes: Any) -> Scenario:
     )
 
 
-@pytest.fixture
-def trees() -> Path:
-    pytest.importorskip("torch", reason="NOT RUN: needs the connector extra")
-    folder = os.environ.get("KVCOVER_TREES")
-    if not folder:
-        pytest.skip("NOT RUN: set KVCOVER_TREES to a folder with vLLM source trees, one a release")
-    return Path(folder)
-
-
 def coverage(result: Result) -> list[float | None]:
     return [rank.coverage for rank in result.by_rank]
 

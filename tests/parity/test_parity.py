@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import pytest
@@ -23,15 +22,6 @@ pytestmark = pytest.mark.vllm
 def cases(releases: str) -> list[Planned]:
     fitting = [each for each in plan() if each.releases == releases and each.cell.case().ranks <= MOST_RANKS]
     return fitting[:CASES_A_RELEASE]
-
-
-@pytest.fixture(scope="module")
-def trees() -> Path:
-    pytest.importorskip("torch", reason="NOT RUN: needs the connector extra")
-    folder = os.environ.get("KVCOVER_TREES")
-    if not folder:
-        pytest.skip("NOT RUN: set KVCOVER_TREES to a folder with vLLM source trees, one a release")
-    return Path(folder)
 
 
 @pytest.fixture(scope="module")
