@@ -9,8 +9,8 @@ from concurrent.futures import ProcessPoolExecutor
 
 from benchmarks.bare_simpy import bare_write
 from benchmarks.speed import seconds
-from sim.explore import Job, Summary, explore, seed_jobs
-from sim.swarm import Swarm, features_of
+from kvcover.sim.search.explore import Job, Summary, explore, seed_jobs
+from kvcover.sim.search.swarm import Swarm, features_of
 
 P8_D8 = {
     "release": "0.27.0",
@@ -43,7 +43,7 @@ def one_size(rounds: int = 7, seeds: int = 50) -> tuple[float, float]:
 def on_processes(processes: int, seeds: int) -> Summary:
     """A swarm on so many processes; `seconds` counts from when they are up."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["sim.explore"])
+    context.set_forkserver_preload(["kvcover.sim.search.explore"])
     with ProcessPoolExecutor(processes, mp_context=context) as pool:
         explore(jobs(100), pool, 2 * processes)
         return explore(jobs(seeds), pool, 2 * processes)

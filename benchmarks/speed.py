@@ -10,9 +10,9 @@ import time
 from collections.abc import Callable
 
 from benchmarks.bare_simpy import bare_write
-from sim import Scenario, Side, build, resolve, run_world
-from sim.matrix import run_matrix
-from sim.trace import trace
+from kvcover import Scenario, Side, build, resolve, run_world
+from kvcover.sim.results.trace import trace
+from kvcover.sim.search.matrix import run_matrix
 
 
 def seconds(action: Callable[[], object]) -> float:
@@ -73,7 +73,7 @@ def traced(pairs: int = 15) -> float:
 
 def help_ms() -> float:
     """`kvcover --help` as a whole process."""
-    command = [sys.executable, "-m", "sim", "--help"]
+    command = [sys.executable, "-m", "kvcover", "--help"]
     times = [seconds(lambda: subprocess.run(command, check=True, capture_output=True)) for _ in range(9)]
     return statistics.median(times) * 1e3
 

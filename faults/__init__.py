@@ -1,16 +1,16 @@
 """Faults are data plus a pure rewrite at a named point; nothing here knows a tier.
 
-from faults import parse_fault
+from kvcover.faults import parse_fault
 fault = parse_fault("drop:remote_tp_size@prefill")
 params, fired = fault.rewrite({"remote_tp_size": 8})
 """
 
 import difflib
 
-from faults.events import EVENT_KINDS, EventFault, parse_event_fault
-from faults.injector import Fault, Injector
-from faults.kinds import FaultKind, FaultSyntaxError
-from faults.params import KEY_KINDS, KeyFault, parse_key_fault
+from kvcover.faults.events import EVENT_KINDS, EventFault, parse_event_fault
+from kvcover.faults.injector import Fault, Injector
+from kvcover.faults.kinds import FaultKind, FaultSyntaxError
+from kvcover.faults.params import KEY_KINDS, KeyFault, parse_key_fault
 
 KINDS: dict[str, FaultKind] = {**KEY_KINDS, **EVENT_KINDS}
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import msgspec
 
-from faults.kinds import FaultKind, FaultSyntaxError, near
-from faults.read import plain_float, plain_int
+from kvcover.faults.kinds import FaultKind, FaultSyntaxError, near
+from kvcover.faults.read import plain_float, plain_int
 
 MESSAGES = ("remote_blocks", "write_done", "write_failed", "release")
 STATUSES = ("ERR_INVALID_ARGS", "ERR_NOT_FOUND", "ERR_RDMA_OP", "ERR_BAD_STATE", "ERR_GPU_OP")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from faults.events import EVENT_KINDS, EventFault
-from faults.params import KeyFault, Legs, apply_faults
+from kvcover.faults.events import EVENT_KINDS, EventFault
+from kvcover.faults.params import KeyFault, Legs, apply_faults
 
 Fault = KeyFault | EventFault
 

@@ -16,8 +16,8 @@ from typing import Annotated, Any, Literal, NamedTuple
 import msgspec
 from msgspec import Meta
 
-from faults.kinds import FaultKind, FaultSyntaxError, printable
-from faults.read import UnfitJson, leaves, plain_json_start, too_deep, unicode
+from kvcover.faults.kinds import FaultKind, FaultSyntaxError, printable
+from kvcover.faults.read import UnfitJson, leaves, plain_json_start, too_deep, unicode
 
 Leg = Literal["prefill", "decode"]
 LEGS: tuple[Leg, Leg] = ("prefill", "decode")

@@ -27,7 +27,7 @@ from pprint import pprint
 
 import matplotlib.pyplot as plt
 
-from sim import Scenario, Side, resolve, run, run_world
+from kvcover import Scenario, Side, resolve, run, run_world
 
 BROKEN, FIXED = "0.26.0", "0.27.0"
 TP, LAYERS = 8, 61

@@ -1,6 +1,6 @@
-"""The command `kvcover`: a thin shell over entry points, so that it imports neither numpy nor a backend by itself.
+"""The command `kvcover`: a thin shell that imports a command when it is asked for, and neither numpy nor a backend by itself.
 
-Commands come from the entry-point group `kvcover.commands`, tiers from `kvcover.tiers`.
+Commands are named by where they are, as tiers are in `sim.tiers`: the package works without installed metadata.
 """
 
 from __future__ import annotations
@@ -11,25 +11,44 @@ import io
 import os
 import sys
 from collections.abc import Iterator
-from importlib.metadata import entry_points
+from importlib import import_module
 from typing import Any, NoReturn
 
 import click
 
-from sim.errors import InputError, nearest, short
+from kvcover import __version__
+from kvcover.sim.errors import InputError, nearest, short
+
+COMMANDS = {
+    "run": "kvcover.sim.commands.run:command",
+    "matrix": "kvcover.sim.commands.matrix:command",
+    "releases": "kvcover.sim.commands.lists:releases",
+    "models": "kvcover.sim.commands.lists:models",
+    "routers": "kvcover.sim.commands.lists:routers",
+    "faults": "kvcover.sim.commands.lists:faults",
+    "why": "kvcover.sim.commands.why:command",
+    "corpus": "kvcover.sim.commands.corpus:command",
+    "explore": "kvcover.sim.commands.explore:explore",
+    "replay": "kvcover.sim.commands.explore:replay",
+    "vllm": "kvcover.real_backend.commands.vllm:command",
+    "vllm-tests": "kvcover.real_backend.commands.vllm_tests:command",
+    "confirm": "kvcover.real_backend.commands.confirm:command",
+    "compare": "kvcover.real_backend.commands.compare:command",
+    "doctor": "kvcover.real_backend.commands.doctor:command",
+}
 
 
 class Commands(click.Group):
     """A group whose commands are loaded when they are asked for; errors are one line and exit code 2."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return sorted(point.name for point in entry_points(group="kvcover.commands"))
+        return sorted(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        points = {point.name: point for point in entry_points(group="kvcover.commands")}
-        if cmd_name not in points:
+        if cmd_name not in COMMANDS:
             return None
-        command = points[cmd_name].load()
+        module, _, name = COMMANDS[cmd_name].partition(":")
+        command = getattr(import_module(module), name)
         assert isinstance(command, click.Command)
         return command
 
@@ -73,7 +92,7 @@ class ReaderLeft(Exception):
 
 
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
-@click.version_option(package_name="kvcover")
+@click.version_option(__version__, package_name="kvcover")
 def kvcover() -> None:
     """Which KV cells does decode get? Simulates vLLM's MoRI-IO connector rank by rank, injects faults, and runs the
     same scenarios on the real connector.

@@ -7,10 +7,10 @@ import time
 
 import msgspec
 
-from sim.checkers import check_all
-from sim.errors import InputError
-from sim.findings import find
-from sim.outcome import (
+from kvcover.sim.errors import InputError
+from kvcover.sim.results.checkers import check_all
+from kvcover.sim.results.findings import find
+from kvcover.sim.results.outcome import (
     percentiles,
     plan_of,
     rank_coverages,
@@ -20,10 +20,10 @@ from sim.outcome import (
     times_to_go,
     transfer_times,
 )
-from sim.result import FaultFired, Result, worst
-from sim.scenario import Scenario, fault_of
-from sim.setup import Setup, resolve
-from sim.world import World
+from kvcover.sim.results.result import FaultFired, Result, worst
+from kvcover.sim.scenario.scenario import Scenario, fault_of
+from kvcover.sim.scenario.setup import Setup, resolve
+from kvcover.sim.world import World
 
 
 def run(scenario: Scenario) -> Result:

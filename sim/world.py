@@ -7,23 +7,23 @@ from collections import Counter, deque
 from collections.abc import Generator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from faults import EventFault, Fault, Injector
-from sim.clock import Clock
-from sim.decode import DecodeEngine
-from sim.dispatch import Dispatch, Params
-from sim.errors import PeerRefusal
-from sim.geometry import check_slices
-from sim.history import History
-from sim.network import MS, Network
-from sim.policies import map_fan
-from sim.prefill import PrefillEngine
-from sim.setup import Endpoint, Request, Setup
-from sim.transfer import Transfer
-from sim.writer import BROKEN, NEVER
+from kvcover.faults import EventFault, Fault, Injector
+from kvcover.sim.cache.geometry import check_slices
+from kvcover.sim.errors import PeerRefusal
+from kvcover.sim.kernel.clock import Clock
+from kvcover.sim.kernel.history import History
+from kvcover.sim.kernel.network import MS, Network
+from kvcover.sim.moriio.decode import DecodeEngine
+from kvcover.sim.moriio.prefill import PrefillEngine
+from kvcover.sim.moriio.transfer import Transfer
+from kvcover.sim.moriio.writer import BROKEN, NEVER
+from kvcover.sim.releases.policies import map_fan
+from kvcover.sim.scenario.dispatch import Dispatch, Params
+from kvcover.sim.scenario.setup import Endpoint, Request, Setup
 
 if TYPE_CHECKING:
-    from sim.decode import DecodeRank
-    from sim.prefill import PrefillRank
+    from kvcover.sim.moriio.decode import DecodeRank
+    from kvcover.sim.moriio.prefill import PrefillRank
 
 
 _RETRIES_NS = 470_000_000

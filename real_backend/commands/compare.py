@@ -17,7 +17,7 @@ _WHAT_RAN = ("tier", "release", "decode_release", "router", "findings")
 @click.option("--check", is_flag=True, help="Exit with 1 if they differ in outcome, coverage or sets.")
 def command(first: str, second: str, everything: bool, check: bool) -> None:
     """Put two results of `kvcover run -o FILE` side by side; ≠ marks what differs."""
-    from real_backend.compare import compare, read_result
+    from kvcover.real_backend.evidence.compare import compare, read_result
 
     lines = compare(read_result(first), read_result(second))
     shown = [line for line in lines if line.differs or everything or line.name in ("tier", "release", "outcome", "coverage")]

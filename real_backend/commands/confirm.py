@@ -8,8 +8,8 @@ from typing import Any
 
 import click
 
-from sim.commands.options import check_output, scenario_data, scenario_options, sizes, write_output
-from sim.errors import InputError
+from kvcover.sim.commands.options import check_output, scenario_data, scenario_options, sizes, write_output
+from kvcover.sim.errors import InputError
 
 
 @click.command("confirm")
@@ -41,7 +41,7 @@ def command(scenario: str | None, before: str, after: str, **options: Any) -> No
     for name in ("prefill", "decode"):
         if found := sizes(f"--{name}", options[name]):
             data[name] = {**(data.get(name) or {}), **found}
-    from real_backend.confirm import CONFIRMED, confirm
+    from kvcover.real_backend.evidence.confirm import CONFIRMED, confirm
 
     done = confirm(data, before, after, options["tier"])
     evidence = json.dumps(done.evidence(), ensure_ascii=False)

@@ -9,7 +9,7 @@ from typing import Literal
 
 import click
 
-from sim.errors import InputError, nearest
+from kvcover.sim.errors import InputError, nearest
 
 
 @click.command("doctor")
@@ -22,7 +22,7 @@ def command(tier: str, peer: str | None, transport: Literal["rdma", "xgmi"], as_
 
     Exit code 0 if the tier can run here, 1 if not.
     """
-    from real_backend.doctor import TIERS, Place, examine, lacking, parse_peer
+    from kvcover.real_backend.machine.doctor import TIERS, Place, examine, lacking, parse_peer
 
     if tier not in TIERS:
         raise InputError("--tier", f"no tier {tier!r}", nearest(tier, TIERS))

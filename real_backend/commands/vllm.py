@@ -8,8 +8,8 @@ from pathlib import Path
 
 import click
 
-from real_backend import trees
-from sim.errors import TierError
+from kvcover.real_backend.machine import trees
+from kvcover.sim.errors import TierError
 
 
 @click.group("vllm")

@@ -18,7 +18,7 @@ def command(release: str, vllm: str | None, as_json: bool) -> None:
 
     Exit code 1 if a test failed. Needs the connector and test extras.
     """
-    from real_backend.vllm_tests import find_tree, run_tests
+    from kvcover.real_backend.machine.vllm_tests import find_tree, run_tests
 
     report = run_tests(release, find_tree(release, vllm))
     failed = report.total("failed")

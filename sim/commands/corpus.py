@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 
 import click
 
-from sim.commands.options import check_output, write_output
+from kvcover.sim.commands.options import check_output, write_output
 
 if TYPE_CHECKING:
     from rich.text import Text
 
-    from sim.corpus import Verdict
+    from kvcover.sim.search.corpus import Verdict
 
 # Four letters, so that ten releases fit a line.
 _SHORT = {"ok": "ok", "refused": "refu", "recomputed": "reco", "failed": "fail", "degraded": "degr", "leak": "leak",
@@ -33,9 +33,9 @@ def command(names: tuple[str, ...], releases: tuple[str, ...], tier: str, as_jso
     NAME is the id of a report, such as vllm#47764; with names, each report is shown in full.
     """
     check_output(output)
-    from sim.corpus import cases, load_corpus, run_cases, select
-    from sim.errors import InputError
-    from sim.releases import get_release
+    from kvcover.sim.errors import InputError
+    from kvcover.sim.releases.records import get_release
+    from kvcover.sim.search.corpus import cases, load_corpus, run_cases, select
 
     wanted = select(load_corpus(), names)
     chosen = [get_release(name, "--release").name for name in releases]
@@ -69,8 +69,8 @@ def _show_table(verdicts: list[Verdict]) -> None:
     """Reports and their variants down, releases across."""
     from rich.text import Text
 
-    from sim.releases import RELEASES
-    from sim.show import console
+    from kvcover.sim.releases.records import RELEASES
+    from kvcover.sim.results.show import console
 
     out = console()
     columns = [name for name in RELEASES if any(v.case.release == name for v in verdicts)]
@@ -93,7 +93,7 @@ def _show_table(verdicts: list[Verdict]) -> None:
 def _cell(verdict: Verdict | None) -> Text:
     from rich.text import Text
 
-    from sim.show import outcome_text
+    from kvcover.sim.results.show import outcome_text
 
     if verdict is None:
         return Text("·".rjust(_CELL - 1) + " ")
@@ -106,8 +106,8 @@ def _show_reports(verdicts: list[Verdict]) -> None:
     """Each report in full: what was seen, why, and what every release makes of it."""
     from rich.text import Text
 
-    from sim.corpus import EVIDENCE, spans
-    from sim.show import console, fraction, hanging
+    from kvcover.sim.results.show import console, fraction, hanging
+    from kvcover.sim.search.corpus import EVIDENCE, spans
 
     out, report, variant = console(), "", ""
     groups: dict[tuple[str, str, str, str, str], list[Verdict]] = {}
@@ -129,7 +129,7 @@ def _show_reports(verdicts: list[Verdict]) -> None:
 
 
 def _verdict(verdict: Verdict, problem: str) -> str:
-    from sim.result import GOOD
+    from kvcover.sim.results.result import GOOD
 
     if verdict.problem:
         return f"NOT AS EXPECTED: {problem}"
@@ -138,8 +138,8 @@ def _verdict(verdict: Verdict, problem: str) -> str:
 
 
 def _show_sum(verdicts: list[Verdict], left_out: int, tier: str) -> None:
-    from sim.result import GOOD
-    from sim.show import console
+    from kvcover.sim.results.result import GOOD
+    from kvcover.sim.results.show import console
 
     out = console()
     wrong = [v for v in verdicts if v.problem]

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from sim.commands.matrix import _tp_list
-from sim.commands.options import (
+from kvcover.sim.commands.matrix import _tp_list
+from kvcover.sim.commands.options import (
     build_scenario,
     check_output,
     scenario_data,
@@ -22,13 +22,13 @@ from sim.commands.options import (
     whole_number,
     write_output,
 )
-from sim.errors import InputError, TierError, nearest
+from kvcover.sim.errors import InputError, TierError, nearest
 
 if TYPE_CHECKING:
     from concurrent.futures import Executor
 
-    from sim.explore import Group, Job, Summary
-    from sim.explore_tier import RealTier
+    from kvcover.sim.search.explore import Group, Job, Summary
+    from kvcover.sim.search.explore_tier import RealTier
 
 _SHOWN_GROUPS = 20
 
@@ -76,8 +76,8 @@ def explore(**options: Any) -> None:
 
 def _run_jobs(jobs: Iterator[Job], total: int, options: dict[str, Any]) -> Summary:
     """Run on the model, over processes or a cluster."""
-    from sim.explore import explore as run_jobs
-    from sim.explore import shrink_groups
+    from kvcover.sim.search.explore import explore as run_jobs
+    from kvcover.sim.search.explore import shrink_groups
 
     with _executor(options["jobs"], options["dask"]) as (executor, workers):
         with _progress(total) as tick:
@@ -97,7 +97,7 @@ def _real_tier(options: dict[str, Any]) -> RealTier | None:
         if options["vllm"] is not None:
             raise InputError("--vllm", f"{options['vllm']!r} says nothing to the model tier", "use --tier connector, or --release")
         return None
-    from sim.tiers import load_tier
+    from kvcover.sim.tiers import load_tier
 
     tier: Any = load_tier(name)
     if not hasattr(tier, "attempt"):
@@ -111,7 +111,7 @@ def _real_tier(options: dict[str, Any]) -> RealTier | None:
 
 def _run_on_tier(tier: RealTier, jobs: Iterator[Job], total: int, options: dict[str, Any]) -> Summary:
     """Run on a real tier and on the model."""
-    from sim.explore_tier import drafts_of, explore_tier
+    from kvcover.sim.search.explore_tier import drafts_of, explore_tier
 
     with _progress(total) as tick:
         budget = math.inf if options["budget"] is None else options["budget"]
@@ -123,10 +123,10 @@ def _run_on_tier(tier: RealTier, jobs: Iterator[Job], total: int, options: dict[
 
 def _pins(options: dict[str, Any], tier: RealTier | None) -> dict[str, Any]:
     """Fields that are as given, whatever a seed draws; complains at once about those that can't be."""
-    from sim.explore_tier import pinned
-    from sim.fabric import get_fabric
-    from sim.releases import get_release
-    from sim.routers import get_router
+    from kvcover.sim.releases.records import get_release
+    from kvcover.sim.scenario.fabric import get_fabric
+    from kvcover.sim.scenario.routers import get_router
+    from kvcover.sim.search.explore_tier import pinned
 
     pins = scenario_data(None, options)
     if options["mode"] is not None:
@@ -145,8 +145,8 @@ def _pins(options: dict[str, Any], tier: RealTier | None) -> dict[str, Any]:
 
 def _seed_jobs(options: dict[str, Any], tier: RealTier | None) -> tuple[Iterator[Job], int]:
     """The jobs of a swarm and how many runs they are; says first what will be drawn."""
-    from sim.explore import seed_jobs
-    from sim.swarm import Swarm, features_of
+    from kvcover.sim.search.explore import seed_jobs
+    from kvcover.sim.search.swarm import Swarm, features_of
 
     pins = _pins(options, tier)
     names = [name.strip() for name in options["features"].split(",")] if options["features"] else None
@@ -171,13 +171,13 @@ def _seed_jobs(options: dict[str, Any], tier: RealTier | None) -> tuple[Iterator
 
 def _grid_jobs(options: dict[str, Any], tier: RealTier | None) -> tuple[Iterator[Job], int]:
     """The jobs of a grid; how many runs they are is known only afterwards."""
-    from sim.explore import grid_jobs
+    from kvcover.sim.search.explore import grid_jobs
 
     data = scenario_data(options["grid"], options)
     data.pop("expect", None)
     build_scenario(data)
     if tier:
-        from sim.explore_tier import pinned
+        from kvcover.sim.search.explore_tier import pinned
 
         data = pinned(tier, data, options["vllm"])
     modes = ["write", "read"]
@@ -216,7 +216,7 @@ def _executor(jobs: str, dask: str | None) -> Iterator[tuple[Executor | None, in
     from concurrent.futures import ProcessPoolExecutor
 
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["sim.explore"])
+    context.set_forkserver_preload(["kvcover.sim.search.explore"])
     with ProcessPoolExecutor(workers, mp_context=context) as pool:
         try:
             yield pool, workers
@@ -277,7 +277,7 @@ def _report(summary: Summary, options: dict[str, Any]) -> None:
     if options["as_json"]:
         click.echo(text, nl=False)
         return
-    from sim.result import MEANING, OUTCOMES
+    from kvcover.sim.results.result import MEANING, OUTCOMES
 
     counts = [
         f"{summary.outcomes[name]} {name}"
@@ -316,8 +316,8 @@ def _show_group(group: Group, again: str) -> None:
 
 def _again(options: dict[str, Any], group: Group, path: str | None) -> str:
     """The command that runs an example again, on the tier that found it."""
-    from sim.explore_tier import again
-    from sim.simulate import replay_line
+    from kvcover.sim.search.explore_tier import again
+    from kvcover.sim.simulate import replay_line
 
     if options["tier"] != "model":
         return again(group, path, options["tier"], options["vllm"])
@@ -351,8 +351,8 @@ def _make_folder(path: str) -> None:
 
 def _write_examples(options: dict[str, Any], groups: list[Group]) -> list[str]:
     """One file a group, named after its signature."""
-    from sim.explore import example_text
-    from sim.explore_tier import tier_example_text
+    from kvcover.sim.search.explore import example_text
+    from kvcover.sim.search.explore_tier import tier_example_text
 
     folder, tier = options["out"], options["tier"]
 
@@ -377,10 +377,10 @@ def replay(file: str, as_json: bool) -> None:
 
     Exits with 1 when the result is not what the file expects, or when its digest is not the one in the file's comments.
     """
-    from sim.expect import disagreement
-    from sim.explore import stored_digest
-    from sim.scenario import load
-    from sim.simulate import run
+    from kvcover.sim.results.expect import disagreement
+    from kvcover.sim.scenario.scenario import load
+    from kvcover.sim.search.explore import stored_digest
+    from kvcover.sim.simulate import run
 
     scenario = build_scenario(load(file))
     stored = stored_digest(Path(file).read_text(encoding="utf-8"))
@@ -396,7 +396,7 @@ def replay(file: str, as_json: bool) -> None:
     if as_json:
         click.echo(result.to_json())
     else:
-        from sim.show import show_result
+        from kvcover.sim.results.show import show_result
 
         show_result(result)
     problem = disagreement(result, scenario.expect, check=False)

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from sim.errors import InputError
+from kvcover.sim.errors import InputError
 
 _json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 
@@ -24,13 +24,13 @@ def releases(names: tuple[str, ...], show_all: bool, as_json: bool) -> None:
     """
     import msgspec
 
-    from sim.releases import RELEASES, get_release
+    from kvcover.sim.releases.records import RELEASES, get_release
 
     records = [get_release(name, "releases") for name in names] or list(RELEASES.values())
     if as_json:
         click.echo(json.dumps([msgspec.to_builtins(record) for record in records]))
         return
-    from sim.show_lists import show_releases
+    from kvcover.sim.commands.show_lists import show_releases
 
     show_releases(records, by_policy=not names, show_all=show_all)
 
@@ -41,12 +41,12 @@ def models(as_json: bool) -> None:
     """List model presets with the geometry of their KV cache and its source."""
     import msgspec
 
-    from sim.presets import PRESETS
+    from kvcover.sim.cache.presets import PRESETS
 
     if as_json:
         click.echo(json.dumps([msgspec.to_builtins(preset) for preset in PRESETS.values()]))
         return
-    from sim.show_lists import show_models
+    from kvcover.sim.commands.show_lists import show_models
 
     show_models(list(PRESETS.values()))
 
@@ -58,14 +58,14 @@ def routers(mode: str, as_json: bool) -> None:
     """List routers and the kv_transfer_params that each sends on both legs."""
     import msgspec
 
-    from sim.routers import ROUTERS
+    from kvcover.sim.scenario.routers import ROUTERS
 
     if mode not in ("write", "read"):
         raise InputError("--mode", f"no mode {mode!r}", "use write or read")
     if as_json:
         click.echo(json.dumps([msgspec.to_builtins(router) for router in ROUTERS.values()]))
         return
-    from sim.show_lists import show_routers
+    from kvcover.sim.commands.show_lists import show_routers
 
     show_routers(list(ROUTERS.values()), mode)
 
@@ -76,12 +76,12 @@ def faults(as_json: bool) -> None:
     """List fault kinds: how to write them, where they act, on which tiers, and the public report behind each."""
     import msgspec
 
-    from faults import KINDS
+    from kvcover.faults import KINDS
 
     if as_json:
         rows: list[Any] = [msgspec.to_builtins(kind) for kind in KINDS.values()]
         click.echo(json.dumps(rows))
         return
-    from sim.show_lists import show_faults
+    from kvcover.sim.commands.show_lists import show_faults
 
     show_faults(list(KINDS.values()))

@@ -7,8 +7,8 @@ from typing import Any
 
 import click
 
-from sim.commands.options import check_output, scenario_data, scenario_options, whole_number, write_output
-from sim.errors import InputError, nearest, short
+from kvcover.sim.commands.options import check_output, scenario_data, scenario_options, whole_number, write_output
+from kvcover.sim.errors import InputError, nearest, short
 
 
 @click.command("matrix")
@@ -29,8 +29,8 @@ def command(mode: str, prefill: str, decode: str, markdown: bool, **options: Any
     data = scenario_data(None, options)
     _reject_axes(data)
     check_output(options["output"], data.get("model"))
-    from sim.matrix import run_matrix
-    from sim.result import summarize
+    from kvcover.sim.results.result import summarize
+    from kvcover.sim.search.matrix import run_matrix
 
     results = run_matrix(data, modes, pairs, options["tier"], options["vllm"])
     lines = "".join(result.to_json() + "\n" for result in results)
@@ -38,11 +38,11 @@ def command(mode: str, prefill: str, decode: str, markdown: bool, **options: Any
     if options["as_json"]:
         click.echo(lines, nl=False)
     elif markdown:
-        from sim.show import matrix_markdown
+        from kvcover.sim.results.show import matrix_markdown
 
         click.echo(matrix_markdown(results))
     else:
-        from sim.show import show_matrix
+        from kvcover.sim.results.show import show_matrix
 
         show_matrix(results)
     bad = summarize(results).bad

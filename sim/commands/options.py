@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from sim.errors import InputError, nearest, short
+from kvcover.sim.errors import InputError, nearest, short
 
 if TYPE_CHECKING:
-    from sim.scenario import Scenario
+    from kvcover.sim.scenario.scenario import Scenario
 
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
@@ -22,7 +22,7 @@ class WholeNumber(click.types.IntParamType):
     """An option's number in plain digits; click's own `int` takes 1_6 and ٤ too."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        from faults.read import plain_int
+        from kvcover.faults.read import plain_int
 
         try:
             return value if isinstance(value, int) else plain_int(value)
@@ -59,7 +59,7 @@ def scenario_options(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def scenario_data(file: str | None, options: dict[str, Any]) -> dict[str, Any]:
     """The scenario's dictionary: the file first, then every option over it."""
-    from sim.scenario import check_tables, load, set_field
+    from kvcover.sim.scenario.scenario import check_tables, load, set_field
 
     data: dict[str, Any] = {} if file is None else load(file)
     check_tables(data)
@@ -93,7 +93,7 @@ def _pair(option: str, text: str, form: str) -> tuple[str, str]:
 
 
 def _json_or_text(path: str, value: str) -> Any:
-    from faults.read import UnfitJson, plain_json
+    from kvcover.faults.read import UnfitJson, plain_json
 
     try:
         return plain_json(value)
@@ -122,7 +122,7 @@ def sizes(option: str, text: str | None) -> dict[str, int]:
 
 def whole_number(option: str, value: str, text: str) -> int:
     """`value`, a part of `text`, as a number."""
-    from faults.read import plain_int
+    from kvcover.faults.read import plain_int
 
     try:
         return plain_int(value)
@@ -132,8 +132,8 @@ def whole_number(option: str, value: str, text: str) -> int:
 
 
 def build_scenario(data: dict[str, Any]) -> Scenario:
-    """`sim.scenario.build`, imported only now."""
-    from sim.scenario import build
+    """`kvcover.sim.scenario.scenario.build`, imported only now."""
+    from kvcover.sim.scenario.scenario import build
 
     return build(data)
 

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from sim.commands.options import build_scenario, check_output, scenario_data, scenario_options, sizes, write_output
-from sim.errors import InputError, TierError
+from kvcover.sim.commands.options import build_scenario, check_output, scenario_data, scenario_options, sizes, write_output
+from kvcover.sim.errors import InputError, TierError
 
 if TYPE_CHECKING:
-    from sim.result import Result
-    from sim.scenario import Scenario
+    from kvcover.sim.results.result import Result
+    from kvcover.sim.scenario.scenario import Scenario
 
 
 @click.command("run")
@@ -52,10 +52,10 @@ def command(
     if options["as_json"]:
         click.echo(result.to_json())
     else:
-        from sim.show import show_result
+        from kvcover.sim.results.show import show_result
 
         show_result(result)
-    from sim.expect import disagreement
+    from kvcover.sim.results.expect import disagreement
 
     problem = disagreement(result, built.expect, options["check"])
     if problem:
@@ -64,7 +64,7 @@ def command(
 
 
 def _run(built: Scenario, options: dict[str, Any]) -> Result:
-    from sim.tiers import load_tier
+    from kvcover.sim.tiers import load_tier
 
     result: Result = load_tier(options["tier"])(built, vllm=options["vllm"])
     return result
@@ -77,9 +77,9 @@ def _run_traced(built: Scenario, path: str, scenario: str | None, options: dict[
     check_output(path, scenario, built.model, option="--trace")
     if options["output"] is not None and os.path.realpath(path) == os.path.realpath(options["output"]):
         raise InputError("--trace", f"{path!r} is where -o writes", "name another file")
-    from sim.setup import resolve
-    from sim.simulate import run_world
-    from sim.trace import trace
+    from kvcover.sim.results.trace import trace
+    from kvcover.sim.scenario.setup import resolve
+    from kvcover.sim.simulate import run_world
 
     result, world = run_world(resolve(built))
     write_output(path, trace(world), "--trace")

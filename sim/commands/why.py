@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from sim.errors import InputError
+from kvcover.sim.errors import InputError
 
 
 @click.command("why")
@@ -25,10 +25,10 @@ def command(result: str, request: int) -> None:
     scenario = data.get("scenario")
     if not isinstance(scenario, dict):
         raise InputError(result, "holds no scenario", "give a file written by `kvcover run -o FILE`")
-    from sim.scenario import build
-    from sim.setup import resolve
-    from sim.simulate import run_world
-    from sim.story import story
+    from kvcover.sim.results.story import story
+    from kvcover.sim.scenario.scenario import build
+    from kvcover.sim.scenario.setup import resolve
+    from kvcover.sim.simulate import run_world
 
     setup = resolve(build(scenario))
     if not 0 <= request < len(setup.requests):

@@ -1,6 +1,6 @@
 """The model against the real connector of three releases, on cases of the parity plan.
 
-`KVCOVER_TREES` names a folder with one vLLM source tree a release. The whole plan: `python -m real_backend.parity`.
+`KVCOVER_TREES` names a folder with one vLLM source tree a release. The whole plan: `python -m kvcover.real_backend.evidence.parity`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from real_backend.parity import Planned, Verdict, plan, verdicts
+from kvcover.real_backend.evidence.parity import Planned, Verdict, plan, verdicts
 
 RELEASES = ("0.26.0", "0.27.0", "0.33.0", "0.27.0→0.33.0")
 CASES_A_RELEASE = 7

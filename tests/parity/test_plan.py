@@ -6,9 +6,9 @@ from itertools import combinations, product
 
 import pytest
 
-from real_backend.all_pairs import Case, all_pairs
-from real_backend.parity import Planned, model_view, plan
-from sim.releases import RELEASES
+from kvcover.real_backend.evidence.all_pairs import Case, all_pairs
+from kvcover.real_backend.evidence.parity import Planned, model_view, plan
+from kvcover.sim.releases.records import RELEASES
 
 SMALL = {"a": (1, 2, 3), "b": ("x", "y"), "c": (True, False), "d": (0, 1, 2, 3)}
 

@@ -1,0 +1,418 @@
+"""Run connector cases: real connectors of one or two vLLM releases, one process a rank, over the stand-in `mori.io`.
+
+Real: the connector, both sides; its sockets; the model runner's connector life cycle; the executor's aggregation.
+Modelled: the scheduler's state machine, the forward pass, the router, and MoRI-IO itself. Engines keep stepping, as
+engines under load do; an idle vLLM engine may not step, and then notices timers and messages only with its next request.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from kvcover.real_backend.driver.book import SharedInjector
+from kvcover.real_backend.driver.case import CaseResult, ConnectorCase, Leg, Raised, RankReport, Side
+from kvcover.real_backend.driver.engine import Abort, Engine, Tracked
+from kvcover.real_backend.driver.processes import Child, Ports, ProcessDied, TreeServer, reserve_ports
+from kvcover.real_backend.driver.rank_faults import RankFaults
+from kvcover.real_backend.driver.verdict import EngineKey, Evidence, conclude, not_started
+from kvcover.sim.errors import TierError
+
+_POLL_S = 0.01
+_SETTLE_S = 0.15
+_BIND_LIMIT_S = 0.5
+_RESTART_LIMIT_S = 10.0
+_SIDES: tuple[Side, Side] = ("prefill", "decode")
+
+
+class Harness:
+    """Holds one imported release, or two if the engines differ. `run` any number of cases, from any thread."""
+
+    def __init__(self, tree: Path | None, work: Path, read_abort_s: float = 2.0, decode_tree: Path | None = None) -> None:
+        """Start importing vLLM from `tree` (None: the installed one); decode's comes from `decode_tree` if that is given.
+
+        `work` takes generated model folders and the processes' logs.
+        """
+        self._work = work
+        self._runs = itertools.count()
+        first = TreeServer(tree, work, read_abort_s)
+        second = first if decode_tree is None or decode_tree == tree else TreeServer(decode_tree, work, read_abort_s)
+        self._servers: dict[Side, TreeServer] = {"prefill": first, "decode": second}
+
+    def __enter__(self) -> Harness:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End every process of it."""
+        for server in self._servers.values():
+            server.close()
+
+    def info(self, side: Side) -> dict[str, Any]:
+        """Say what an engine's tree holds; waits for the import. Raises TierError if it can't be imported."""
+        self._servers[side].await_ready()
+        return self._servers[side].info
+
+    def run(self, case: ConnectorCase) -> CaseResult:
+        """Run `case` from start to end; never longer than the connector's own timers plus the start.
+
+        Whatever the connector does is a result. Raises TierError if a process died or the harness can't drive the tree,
+        OSError if no ports are free, ValueError for a case that would measure the harness.
+        """
+        try:
+            return self._run(case)
+        except ProcessDied as error:
+            raise _as_tier_error(error) from None
+
+    def _run(self, case: ConnectorCase) -> CaseResult:
+        started = time.monotonic()
+        if case.model.layers == 1 and not case.model.mla and any(self.info(side)["head_axis"] for side in _SIDES):
+            # Newer releases register a single storage as one region, and of split K and V only the first half of it.
+            raise ValueError("one layer of split K and V is not what this release's model runner makes: use two layers")
+        for side in _SIDES:
+            self._servers[side].await_ready()
+        with tempfile.TemporaryDirectory(dir=self._work) as folder, reserve_ports() as reserved:
+            book = SharedInjector(case.plan.faults, Path(folder) / "book")
+            faults = RankFaults(case, book)
+            ports = dict(zip(_SIDES, reserved, strict=True))
+            with self._children(case.for_ranks(Path(folder) / "book"), Path(folder), ports, faults) as children:
+                return drive(case, children, faults, book, 10.0 + case.ranks, started)
+
+    @contextmanager
+    def _children(self, case: ConnectorCase, folder: Path, ports: dict[Side, Ports], faults: RankFaults) -> Iterator[Children]:
+        run = f"run {next(self._runs)}"
+        # All configurations first: the children are forked from a process with one thread and everything built.
+        for side in _SIDES:
+            self._servers[side].call("configure", run, case, side, list(range(case.engine(side).dp)), ports[side])
+        children = Children(ports, {}, {})
+        log = self._work / "children.log"
+        children.fork = lambda key: self._fork_engine(run, case, key, children, folder, log, faults)
+        try:
+            for side in _SIDES:
+                for dp in range(case.engine(side).dp):
+                    children.fork((side, dp))
+            yield children
+        finally:
+            for server in set(self._servers.values()):
+                server.call("end", run)
+            for child in children.all():
+                child.close()
+
+    def _fork_engine(
+        self, run: str, case: ConnectorCase, key: tuple[Side, int], children: Children, folder: Path, log: Path, faults: RankFaults
+    ) -> None:
+        (side, dp), size, server = key, case.engine(key[0]), self._servers[key[0]]
+        ports = children.ports
+        name = f"{side} scheduler {dp}"
+        children.schedulers[key] = Child(name, server, run, "scheduler", (side, dp, log, ports), ask=False)
+        children.ranks[key] = []
+        for tp in range(size.tp):
+            name = size.rank_name(side, dp, tp)
+            meeting = folder / f"{side}{dp}-{len(children.gone)}"
+            arguments = (side, dp, log, tp, meeting, ports, faults.late.get(name, 0.0))
+            children.ranks[key].append(Child(name, server, run, "rank", arguments, ask=True))
+
+
+def drive(
+    case: ConnectorCase, children: Children, faults: RankFaults, book: SharedInjector, start_limit_s: float, started: float
+) -> CaseResult:
+    """Wait until all children are up, run the case and judge it; `started` is when it began, on the monotonic clock."""
+    problem = children.await_start(start_limit_s, faults.late)
+    if problem:
+        refuse_misfits(problem[0])
+        return not_started(case, *problem, time.monotonic() - started)
+    children.introduce(faults.late)
+    run = Run(case, children, faults, book)
+    run.drive()
+    evidence = Evidence(case, run.engines, children.ranks, run.transfer_ids, children.past)
+    result = conclude(evidence, time.monotonic() - started, book.totals())
+    refuse_misfits(list(result.raised))
+    return result
+
+
+def refuse_misfits(raised: list[Raised]) -> None:
+    """Raise TierError if the harness called what isn't there: then nothing that was seen says anything of the connector."""
+    for each in raised:
+        if each.misfit:
+            raise TierError("--vllm", f"the harness can't drive this vLLM: {each.misfit} (at {each.rank})",
+                            "use a release that `kvcover releases` lists, or report it")  # fmt: skip
+
+
+@dataclass(slots=True)
+class Children:
+    """All processes of a run, by engine and DP rank. `gone` are those that a restart replaced, `past` what they had seen."""
+
+    ports: dict[Side, Ports]
+    schedulers: dict[tuple[Side, int], Child]
+    ranks: dict[tuple[Side, int], list[Child]]
+    gone: list[Child] = field(default_factory=list)
+    past: dict[str, RankReport] = field(default_factory=dict)
+    bound: dict[int, str] = field(default_factory=dict)
+    """Which rank listens on which port."""
+    fork: Callable[[EngineKey], None] = field(default=lambda _key: None)
+    """Start the processes of an engine."""
+
+    def all(self) -> list[Child]:
+        return [*self.schedulers.values(), *self.all_ranks(), *self.gone]
+
+    def end(self, key: EngineKey) -> None:
+        """Kill the ranks of an engine; what they have seen is kept."""
+        for rank in self.ranks[key]:
+            self.past[rank.name] = rank.ask("report")
+        for rank in self.ranks[key]:
+            rank.planned_death = True
+            rank.signal(signal.SIGKILL)
+
+    def replace(self, key: EngineKey) -> None:
+        """Start the engine anew on the same ports. Raises ProcessDied if it doesn't come up."""
+        self.schedulers[key].signal(signal.SIGKILL)
+        self.gone += [self.schedulers[key], *self.ranks[key]]
+        self.fork(key)
+        ranks = self.ranks[key]
+        for child in (self.schedulers[key], *ranks):
+            if not child.steps.poll(_RESTART_LIMIT_S) or child.result() is not None:
+                raise ProcessDied(child.name, "did not come back")
+        await_ports(ranks)
+        for rank in ranks:
+            rank.ask("meet", self.bound)
+        self.schedulers[key].call("meet", self.bound)
+
+    def all_ranks(self) -> list[Child]:
+        return [rank for ranks in self.ranks.values() for rank in ranks]
+
+    def await_start(self, limit_s: float, late: dict[str, float]) -> tuple[list[Raised], list[str]] | None:
+        """Wait until everyone is up but those that are late on purpose. Else return what was raised and who is not up."""
+        deadline = time.monotonic() + limit_s
+        raised, missing = [], []
+        for child in self.all():
+            if child.name in late:
+                continue
+            if not child.steps.poll(max(0.0, deadline - time.monotonic())):
+                missing.append(child.name)
+                continue
+            answer = child.result()
+            if answer is not None:
+                raised.append(answer)
+        return (raised, missing) if raised or missing else None
+
+    def introduce(self, late: dict[str, float]) -> None:
+        """Tell everyone which rank listens on which port. Listeners bind in threads of their own, so wait for both."""
+        present = [rank for rank in self.all_ranks() if rank.name not in late]
+        self.bound = await_ports(present)
+        for rank in present:
+            rank.ask("meet", self.bound)
+        for scheduler in self.schedulers.values():
+            scheduler.call("meet", self.bound)
+
+
+def await_ports(ranks: list[Child]) -> dict[int, str]:
+    """Which of these ranks listens on which port, once all do or too much time has passed."""
+    bound: dict[int, str] = {}
+    deadline = time.monotonic() + _BIND_LIMIT_S
+    for rank in ranks:
+        while len(ports := rank.ask("bound")) < 2 and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+        bound |= dict.fromkeys(ports, rank.name)
+    return bound
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Leg:
+    """A leg on its way to an engine, where it is `at` a time of the monotonic clock."""
+
+    at: float
+    side: Side
+    dp: int
+    index: int
+    request_id: str
+    params: Leg
+
+
+class Run:
+    """The router's part, and the decision when a run is over."""
+
+    def __init__(self, case: ConnectorCase, children: Children, faults: RankFaults, book: SharedInjector) -> None:
+        self._case = case
+        self._children = children
+        self._ports = children.ports
+        self._lock = threading.Lock()
+        self._faults, self._book = faults, book
+        self._unsent = sorted(range(len(case.requests)), key=lambda index: case.requests[index].arrival_s)
+        self._down: set[EngineKey] = set()
+        self._late_legs: list[_Leg] = []
+        self.transfer_ids: list[set[str]] = [set() for _ in case.requests]
+        self.engines = {key: self._engine(key) for key in children.ranks}
+
+    def drive(self) -> None:
+        """Send the legs, then wait until every request is over or nothing moves any more."""
+        self._book.start()
+        started = time.monotonic()
+        self._faults.act(0.0, self._ranks(), over=False)
+        for engine in self.engines.values():
+            engine.start()
+        try:
+            self._send_due(0.0)
+            while not self._over():
+                time.sleep(_POLL_S)
+                now_s = time.monotonic() - started
+                self._faults.act(now_s, self._ranks(), over=self._all_ended())
+                self._restart_due(now_s)
+                self._send_due(now_s)
+                self._deliver_due()
+                for engine in self.engines.values():
+                    if engine.failure:
+                        raise _as_tier_error(engine.failure)
+        finally:
+            for engine in self.engines.values():
+                engine.stop()
+            self._faults.release(self._ranks())
+        for engine in self.engines.values():
+            engine.join(timeout=0.5)
+
+    def _engine(self, key: EngineKey) -> Engine:
+        aborts, stops = (self._aborts(), {}) if key[0] == "decode" else ({}, self._stops())
+        children = self._children
+        return Engine(self._case, key[0], children.schedulers[key], children.ranks[key], self._prefill_done, aborts, stops)
+
+    def _ranks(self) -> dict[str, Child]:
+        return {rank.name: rank for rank in self._children.all_ranks()}
+
+    def _send_due(self, now_s: float) -> None:
+        """Send the legs of all requests that have arrived: in WRITE both at once."""
+        while self._unsent and self._case.requests[self._unsent[0]].arrival_s <= now_s:
+            index = self._unsent.pop(0)
+            request = self._case.requests[index]
+            if self._case.mode == "write":
+                self._send_decode(index, {})
+            self._send("prefill", request.prefill_dp, index, dict(request.prefill_leg))
+
+    def _restart_due(self, now_s: float) -> None:
+        """End engines whose restart begins, and start those anew whose restart ends."""
+        for restart in list(self._faults.restarts):
+            key = next(key for key, ranks in self._children.ranks.items() if restart.rank in [rank.name for rank in ranks])
+            if key in self._down and restart.up_at_s <= now_s:
+                self._faults.restarts.remove(restart)
+                self._bring_up(key)
+            elif key not in self._down and restart.down_at_s <= now_s:
+                if self._all_ended() or self.engines[key].dead:
+                    self._faults.restarts.remove(restart)  # nothing left that it could change
+                else:
+                    self._book.note(restart.fault)
+                    self._take_down(key)
+
+    def _take_down(self, key: EngineKey) -> None:
+        self._down.add(key)
+        self._children.end(key)
+        self.engines[key].join(timeout=_RESTART_LIMIT_S)
+        for request in self.engines[key].tracked.values():
+            if request.state != "ended":
+                request.state = "lost"
+
+    def _bring_up(self, key: EngineKey) -> None:
+        """A new engine that knows nothing; what became of earlier requests is kept for the verdict."""
+        self._children.replace(key)
+        before = self.engines[key]
+        engine = self.engines[key] = self._engine(key)
+        engine.tracked.update(before.tracked)
+        self._down.discard(key)
+        engine.start()
+
+    def _aborts(self) -> dict[int, Abort]:
+        found: dict[int, Abort] = {}
+        for fault in self._case.plan.events:
+            if fault.kind == "abort":
+                note = functools.partial(self._book.note, fault)
+                found[int(fault.target)] = Abort(fault.at or "waiting", (fault.ms or 0.0) / 1e3, note)
+        return found
+
+    def _stops(self) -> dict[int, Callable[[], None]]:
+        planned = [fault for fault in self._case.plan.events if fault.kind == "stop-at-prefill"]
+        return {int(fault.target): functools.partial(self._book.note, fault) for fault in planned}
+
+    def _prefill_done(self, index: int, response: Leg) -> None:
+        if self._case.mode == "read":
+            self._send_decode(index, response)
+
+    def _send_decode(self, index: int, response: Leg) -> None:
+        request = self._case.requests[index]
+        leg = request.decode_leg(response) if callable(request.decode_leg) else dict(request.decode_leg)
+        self._send("decode", request.decode_dp, index, leg)
+
+    def _send(self, side: Side, dp: int, index: int, leg: Leg) -> None:
+        off = self._case.requests[index].ports_off
+        named = [(self._ports[each], off.get(each, 0)) for each in _SIDES]
+        addresses = [replace(ports, handshake=ports.handshake + by, notify=ports.notify + by).zmq_address for ports, by in named]
+        router_id = f"___prefill_addr_{addresses[0]}___decode_addr_{addresses[1]}_{index:032x}"
+        request_id = f"cmpl-{router_id}-0-{'a' * 8 if side == 'prefill' else 'd' * 8}"
+        with self._lock:
+            self.transfer_ids[index].add(repr(f"sidecar-{request_id}"))  # what newer releases make of a missing one
+            if "transfer_id" in leg:
+                self.transfer_ids[index].add(repr(leg["transfer_id"]))
+        delay_s = 0.0
+        for fault in self._book.event("router", side, "", "", index):
+            if fault.kind == "fail-leg":
+                self._lose(side, dp, index, request_id)
+                return
+            delay_s += (fault.ms or 0.0) / 1e3
+        self._late_legs.append(_Leg(time.monotonic() + delay_s, side, dp, index, request_id, leg))
+        self._deliver_due()
+
+    def _deliver_due(self) -> None:
+        """Hand over the legs whose time has come; the engine thread of prefill's and the run's own may both be here."""
+        with self._lock:
+            due = [leg for leg in self._late_legs if leg.at <= time.monotonic()]
+            self._late_legs = [leg for leg in self._late_legs if leg not in due]
+        for leg in due:
+            if (leg.side, leg.dp) in self._down:  # nobody answers the router
+                self._lose(leg.side, leg.dp, leg.index, leg.request_id)
+            else:
+                self.engines[leg.side, leg.dp].submit(leg.index, leg.request_id, leg.params)
+
+    def _lose(self, side: Side, dp: int, index: int, request_id: str) -> None:
+        """A leg reaches no engine. In WRITE the router hears of a lost prefill leg when decode has answered, if ever."""
+        self.engines[side, dp].tracked[request_id] = Tracked(index, request_id, "ended", failed=True)
+        if side == "prefill" and self._case.mode == "read":
+            decode = self.engines["decode", self._case.requests[index].decode_dp]
+            decode.tracked[request_id] = Tracked(index, request_id, "ended", failed=True)
+
+    def _all_ended(self) -> bool:
+        requests = [request for engine in self.engines.values() for request in engine.tracked.values()]
+        return len(requests) == 2 * len(self._case.requests) and all(request.state in ("ended", "lost") for request in requests)
+
+    def _over(self) -> bool:
+        now = time.monotonic()
+        engines = self.engines.values()
+        if self._faults.holding or self._down or self._unsent or self._late_legs:
+            return False
+        for engine in engines:
+            started = engine.step_started
+            if started is not None and now - started > _SETTLE_S and not engine.stalled and not engine.dead:
+                return False  # a step that takes long is not a standstill, until the engine gives it up
+        quiet = now - max(engine.last_progress for engine in engines)
+        if self._all_ended():
+            return quiet > _SETTLE_S + self._faults.trailing_s
+        return quiet > self._quiet_limit_s()
+
+    def _quiet_limit_s(self) -> float:
+        case = self._case
+        timers = max(case.transfer_timeout_s, case.defer_timeout_s)
+        longest = timers if case.mode == "write" else max(timers, case.timers.read_abort_s)
+        return longest + 0.6 + self._faults.longest_s + max(request.generate_s for request in case.requests)
+
+
+def _as_tier_error(error: Exception) -> Exception:
+    """A process that died unplanned is nothing that the connector did."""
+    if isinstance(error, ProcessDied):
+        return TierError("--tier", f"{error}, and no planned fault did it: the run says nothing", "run it again")
+    return error

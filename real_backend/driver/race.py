@@ -1,0 +1,74 @@
+"""Which parts of a connector run may differ when it is run again, because the connector's own processes race."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvcover.real_backend.driver.case import CaseResult, ConnectorCase
+
+
+@dataclass(frozen=True, slots=True)
+class Race:
+    """Why a result may differ between runs, the fields that depend on it, and those that can be stated in their place."""
+
+    why: str
+    omit: tuple[str, ...]
+    instead: tuple[str, ...] = ()
+
+
+OVERWRITTEN = Race(
+    "prefill ranks with different heads write the same cells of one decode rank; the last one wins",
+    ("coverage", "wrong"),
+    ("covered_plus_wrong",),
+)
+REFUSED = Race(
+    "a refused write ends prefill's step if decode's blocks came before its forward's end, else only the transfer",
+    ("outcome", "prefill_released"),
+)
+ONE_ID = Race(
+    "two requests under one transfer id: whose data goes into whose blocks depends on which messages came first",
+    ("coverage", "wrong", "prefill_released", "outcome"),
+    ("covered_plus_wrong",),
+)
+NO_BARRIER = Race(
+    "decode doesn't wait for its reads: what is there when a layer is used depends on how fast they are",
+    (),
+    ("coverage_end",),
+)
+EARLY = Race(
+    "bytes of a planned early completion land while decode may already use its cells, or when its request is over",
+    ("coverage", "wrong", "written", "outcome"),
+)
+_PLANNED = "planned fault"
+
+
+def race_of(case: ConnectorCase, result: CaseResult) -> Race | None:
+    """Say why a result of prompt transfers may differ from run to run; None if it can't."""
+    failed = [text for rank in result.ranks for text in rank.failed_batches]
+    if case.mode == "write" and any(_PLANNED not in text for text in failed):
+        return REFUSED
+    if _overwritten(case, result):
+        return OVERWRITTEN
+    ids = [str(request.prefill_leg["transfer_id"]) for request in case.requests if "transfer_id" in request.prefill_leg]
+    if case.mode == "write" and len(set(ids)) < len(ids):
+        return ONE_ID
+    if any(fault.kind == "early-completion" and fault.ms for fault in case.plan.events):
+        return EARLY
+    return None
+
+
+def _overwritten(case: ConnectorCase, result: CaseResult) -> bool:
+    """Whether two prefill ranks that hold different heads wrote the same bytes of a decode rank."""
+    writes: list[tuple[str, int, int, range]] = []
+    for rank in result.ranks:
+        if rank.name.startswith("P"):
+            heads = case.model.owned_heads(int(rank.name[1:].split(".")[-1]), case.prefill.tp)
+            writes += [(key, at, at + size, heads) for key, ranges in rank.wrote_to.items() for at, size in ranges]
+    writes.sort(key=lambda write: write[:2])
+    reach: tuple[str, int, range] | None = None  # the furthest end so far on this rank, and whose it is
+    for key, start, end, heads in writes:
+        if reach and key == reach[0] and start < reach[1] and heads != reach[2]:
+            return True
+        if not reach or key != reach[0] or end > reach[1]:
+            reach = (key, end, heads)
+    return False

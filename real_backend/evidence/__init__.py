@@ -1,0 +1,1 @@
+"""Measured rows, parity with the model, confirmations."""

@@ -1,0 +1,1 @@
+"""What runs inside a rank's or a scheduler's process, beside vLLM's own code."""

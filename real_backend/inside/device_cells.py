@@ -1,0 +1,53 @@
+"""Cells in device memory: filled and compared where they are, with torch, on a GPU or on a CPU."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import numpy as np
+
+from kvcover.real_backend.driver.case import Coverage
+from kvcover.real_backend.inside.cells import Cells, by_cell
+
+
+class DeviceCells(Cells):
+    """As `Cells`, but a view is an int32 tensor; nothing of a cache is ever copied to the host but counts."""
+
+    __slots__ = ()
+
+    def view(self, cache: Any, num_blocks: int) -> Any:
+        sizes, order = self.memory(num_blocks)
+        return cache.view(sizes).permute(order)
+
+    def fill(self, view: Any, layer: int, request: int, blocks: Collection[int], first: int = 0) -> None:
+        if blocks:
+            view[:, list(blocks)] = self._needed(view, layer, request, len(blocks))
+
+    def grade(
+        self, layers: Sequence[Any], request: int, blocks: Collection[int], taken: Collection[int] | None, first: int = 0
+    ) -> Coverage:
+        covered = wrong = total = stray = 0
+        for layer, view in enumerate(layers):
+            if blocks:
+                cells = view[:, list(blocks)]
+                right = (cells == self._needed(view, layer, request, len(blocks))).all(dim=4).all(dim=2)
+                covered += int(right.sum())
+                wrong += int((by_cell(cells != 0) & ~right).sum())
+                total += right.numel()
+            if taken is not None:
+                others = [block for block in range(view.shape[1]) if block not in taken]
+                stray += int(by_cell(view[:, others] != 0).sum())
+        whole = max(1, total)
+        return Coverage(covered / whole, wrong / whole, (total - covered - wrong) / whole, stray)
+
+    def _needed(self, view: Any, layer: int, request: int, blocks: int) -> Any:
+        """Return what the first `blocks` blocks of a request should hold in one layer, on the device of `view`."""
+        torch: Any = importlib.import_module("torch")
+        needed = np.empty((self.model.planes, blocks, self.block_size, len(self.heads), self.width), dtype=np.int32)
+        for block in range(blocks):
+            for plane in range(self.model.planes):
+                for slot, head in enumerate(self.heads):
+                    needed[plane, block, :, slot, :] = self.identity(request, block, (layer, plane, head))
+        return torch.from_numpy(needed).to(view.device)

@@ -1,0 +1,169 @@
+"""The rank body under torchrun: the connector tier's rank, with its caches on a GPU if there is one and any `mori.io`."""
+
+from __future__ import annotations
+
+import importlib
+import math
+import os
+import sys
+from dataclasses import dataclass, fields
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from kvcover.real_backend.driver.case import ConnectorCase, Side
+from kvcover.real_backend.driver.processes import Ports
+from kvcover.real_backend.inside.cells import View
+from kvcover.real_backend.inside.device_cells import DeviceCells
+from kvcover.real_backend.inside.rank import Rank
+from kvcover.real_backend.inside.vllm_setup import LOOPBACK, MORIIO, EngineConfig, layer_names, torch_dtype
+from kvcover.sim.errors import TierError
+
+_SEGMENT = 2 << 20
+"""Torch hands out device memory in segments of this size: a cache that fills its segments shares none."""
+
+
+def prepare_device(tree: Path | None, read_abort_s: float, host: str) -> None:
+    """Import vLLM with the real `mori.io`. Raises TierError if `mori.io` can't be imported, or is the stand-in."""
+    os.environ.update(
+        VLLM_HOST_IP=host,
+        HF_HUB_OFFLINE="1",
+        VLLM_NO_USAGE_STATS="1",
+        VLLM_DISABLE_PYNCCL="1",  # ranks may share a GPU, which NCCL refuses; the only collective here is on the host
+        VLLM_MORIIO_TRANSFER_TIMEOUT_S=str(math.ceil(read_abort_s)),
+    )
+    if tree is not None:
+        sys.path.insert(0, str(tree))
+        os.environ["PYTHONPATH"] = os.pathsep.join([str(tree), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+    try:
+        mori_io = importlib.import_module("mori.io")
+    except (ImportError, OSError) as error:
+        raise TierError("--tier hardware", f"mori.io can't be imported: {error}", "see `kvcover doctor --tier hardware`") from None
+    if str(mori_io.__file__).startswith(str(LOOPBACK)):
+        raise TierError("--tier hardware", "mori.io is the loopback", "take real_backend/moriio/loopback off PYTHONPATH")
+    connector: Any = importlib.import_module(f"{MORIIO}.moriio_connector")
+    # Only the backend's name is used, for both sides to be the same: there is no attention here.
+    connector.get_attn_backend = lambda *_args, **_kwargs: SimpleNamespace(get_name=lambda: "NONE")
+
+
+def suit(config: EngineConfig, host: str, transport: str, device: str) -> None:
+    """Adapt an engine's configuration to the machine: its address, MoRI's transport and the kind of device."""
+    vllm_config = importlib.import_module("vllm.config")
+    for each in (config.vllm, config.group):
+        each.kv_transfer_config.kv_connector_extra_config |= {"host_ip": host, "backend": transport}
+        each.device_config = vllm_config.DeviceConfig(device)
+        each.parallel_config.disable_custom_all_reduce = True
+
+
+@dataclass(frozen=True, slots=True)
+class Posted:
+    """One batch, as the connector gave it to `mori.io`."""
+
+    kind: str
+    remote_engine: str
+    remote_ranges: tuple[tuple[int, int], ...]
+    status: Any
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole batch."""
+        return sum(length for _, length in self.remote_ranges)
+
+
+class _Session:
+    """A session of the real `mori.io` that notes what is posted on it."""
+
+    def __init__(self, session: Any, remote: Any, posted: list[Posted]) -> None:
+        self._session, self._remote, self._posted = session, remote, posted
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._session, name)
+
+    def batch_read(self, *args: Any) -> Any:
+        """Pass a read on."""
+        return self._note("read", args, self._session.batch_read(*args))
+
+    def batch_write(self, *args: Any) -> Any:
+        """Pass a write on."""
+        return self._note("write", args, self._session.batch_write(*args))
+
+    def _note(self, kind: str, args: tuple[Any, ...], status: Any) -> Any:
+        ranges = tuple((int(self._remote.data) + offset, size) for offset, size in zip(args[1], args[2], strict=False))
+        self._posted.append(Posted(kind, str(self._remote.engine_key), ranges, status))
+        return status
+
+
+def record_posts(mori_io: Any) -> None:
+    """Let the real `mori.io` keep the list of posted batches that the stand-in keeps by itself."""
+    engine = mori_io.IOEngine
+    if hasattr(engine, "posted"):
+        return
+    posted: list[Posted] = []
+    engine.posted = posted
+    create = engine.create_session
+
+    def create_session(self: Any, local_mem: Any, remote_mem: Any) -> Any:
+        session = create(self, local_mem, remote_mem)
+        return None if session is None else _Session(session, remote_mem, posted)
+
+    engine.create_session = create_session
+
+
+class DeviceRank(Rank):
+    """A rank whose peers in its TP group meet in a torchrun store, and whose caches are on `device`."""
+
+    def __init__(
+        self, case: ConnectorCase, config: EngineConfig, tp_rank: int, ports: dict[Side, Ports], store: Any, device: str
+    ) -> None:
+        self._store, self._device = store, device
+        super().__init__(case, config, tp_rank, Path(), ports, 0.0)
+
+    def _join_group(self, rendezvous: Path) -> None:
+        """Make the TP group a world of its own, as vLLM wants it; `rendezvous` is a file that other nodes can't see."""
+        torch: Any = importlib.import_module("torch")
+        record_posts(importlib.import_module("mori.io"))
+        name = f"{self._config.side}{self._config.dp_rank}"
+        store = torch.distributed.PrefixStore(name, self._store)
+        torch.distributed.init_process_group("gloo", store=store, rank=self._tp_rank, world_size=self._size.tp)
+        state = importlib.import_module("vllm.distributed.parallel_state")
+        config = importlib.import_module("vllm.config")
+        state.set_custom_all_reduce(False)
+        with config.set_current_vllm_config(self._config.group):
+            state.init_distributed_environment(
+                world_size=self._size.tp, rank=self._tp_rank, local_rank=_index_of(self._device), backend="gloo"
+            )
+            state.initialize_model_parallel(tensor_model_parallel_size=self._size.tp, backend="gloo")
+
+    def _allocate(self) -> tuple[dict[str, Any], list[View]]:
+        torch: Any = importlib.import_module("torch")
+        (part,) = self._parts  # models of unlike layers are refused on this tier
+        host_cells = part.cells
+        cells = DeviceCells(**{each.name: getattr(host_cells, each.name) for each in fields(host_cells)})
+        if self._device == "cpu":
+            caches, _ = super()._allocate()
+            part.cells = cells
+            flat = [cache.view(-1).view(torch.int32) for cache in caches.values()]
+            return caches, [cells.view(each, self._size.num_blocks) for each in flat]
+        part.cells = cells
+        torch.cuda.set_device(self._device)
+        shape = self._cache_shape(cells)
+        length, names = math.prod(cells.memory(self._size.num_blocks)[0]), layer_names(self._case.model)
+        caches, views = {}, []
+        for name in names:
+            whole = torch.zeros(-(-length * 4 // _SEGMENT) * _SEGMENT // 4, dtype=torch.int32, device=self._device)
+            caches[name] = whole[:length].view(torch_dtype(self._size.cache)).view(shape)
+            views.append(cells.view(whole[:length], self._size.num_blocks))
+        self._warm_up(cells, views[0])
+        return caches, views
+
+    def _warm_up(self, cells: DeviceCells, view: View) -> None:
+        """Compile and load what a run uses, so that its first layer takes no longer than the others."""
+        torch: Any = importlib.import_module("torch")
+        cells.fill(view, 0, 0, (0,))
+        cells.grade([view], 0, (0,), ())
+        torch.as_tensor(view).zero_()
+        torch.cuda.synchronize()
+
+
+def _index_of(device: str) -> int:
+    return int(device.partition(":")[2] or 0)

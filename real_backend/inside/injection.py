@@ -1,0 +1,330 @@
+"""Where event faults act in a rank's process: around the sockets that the connector opens, and around `mori.io`.
+
+Both wrappers are in place in every run and let everything through unless a fault is planned. They see what a rank
+binds and dials, which is half of the explanation when a message goes astray. `mori.io` may be the stand-in or the real one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import queue
+import re
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from kvcover.faults import EventFault
+from kvcover.real_backend.driver.book import SharedInjector
+from kvcover.real_backend.driver.case import ConnectorCase, Side
+from kvcover.real_backend.driver.processes import Ports
+
+NOTICE_KINDS = ("drop-notice", "duplicate-notice", "delay-notice", "reorder-notice", "poison-notice", "misroute-notice",
+                "replay-notice")  # fmt: skip
+TRANSFER_KINDS = ("fail-transfer", "partial-transfer", "delay-transfer", "lose-completion", "early-completion", "sq-full")
+_MORIIO = "vllm.distributed.kv_transfer.kv_connector.v1.moriio"
+_GARBAGE = b"\xc1\xff\xfe"  # neither msgpack nor text
+_INDEX = re.compile(r"([0-9a-f]{32})(?!.*[0-9a-f]{32})")
+_PORT = re.compile(r":(\d+)$")
+_LINGER_MS = 2000
+_FULL = "SQ full (planned fault)"
+_Batch = tuple[str, str, int]
+_Lists = tuple[list[int], list[int], list[int]]
+
+
+class Injection:
+    """The faults of one process. `bound` are its ports, `dialled` the handshake ports it went to, in order."""
+
+    def __init__(self, case: ConnectorCase, side: Side, name: str, ports: dict[Side, Ports]) -> None:
+        self.case, self.side, self.name, self.ports = case, side, name, ports
+        self.bound: list[int] = []
+        self.dialled: list[int] = []
+        self.spoilt: dict[tuple[str, str, int], str] = {}
+        """What a fault did to the last batch of a kind, to a peer, from an address."""
+        self.layers: list[tuple[int, int]] = []
+        """Address and bytes of each layer's cache."""
+        self._owners: dict[int, str] = {}
+        plan = case.plan
+        self._injector = SharedInjector(plan.faults, plan.book) if plan.faults and plan.book else None
+
+    def meet(self, bound: dict[int, str]) -> None:
+        """Learn which rank listens on which port."""
+        self._owners = bound
+
+    def wrap_sockets(self) -> None:
+        """Put ours in the place of the socket factory, in every module of the connector that imported it."""
+        modules: list[tuple[str, Any]] = list(sys.modules.items())
+        for name, module in modules:
+            if name.startswith(_MORIIO) and hasattr(module, "make_zmq_socket"):
+                module.make_zmq_socket = self._wrapped(module.make_zmq_socket)
+
+    def wrap_transfers(self) -> None:
+        """Let each session of `mori.io` pass by the planned transfer faults."""
+        if self._injector is None or not self._injector.plans("transfer"):
+            return
+        engine: Any = importlib.import_module("mori.io").IOEngine
+        create = engine.create_session
+
+        def create_session(this: Any, local: Any, remote: Any) -> Any:
+            session = create(this, local, remote)
+            return None if session is None else _Session(self, session, local, remote)
+
+        engine.create_session = create_session
+
+    def acting(self, point: str, target: str, sender: str, receiver: str, request: int, layer: int = -1) -> list[EventFault]:
+        """The faults that act on this event."""
+        return [] if self._injector is None else self._injector.event(point, target, sender, receiver, request, layer)
+
+    @property
+    def failed(self) -> list[str]:
+        """Which batches a fault failed, or left without a completion; not those that were posted again with success."""
+        return [f"{kind} {peer}: {text}" for (kind, peer, _), text in self.spoilt.items()]
+
+    def owner(self, port: int) -> str:
+        """The rank that listens on a port; empty if nobody does."""
+        return self._owners.get(port, "")
+
+    def _wrapped(self, factory: Callable[..., Any]) -> Callable[..., Any]:
+        notices = [port for ports in self.ports.values() for port in ports.notices]
+
+        def make_zmq_socket(*args: Any, **kwargs: Any) -> Any:
+            socket = factory(*args, **kwargs)
+            path = str(kwargs.get("path", args[1] if len(args) > 1 else ""))
+            found = _PORT.search(path)
+            port = int(found[1]) if found else 0
+            if kwargs.get("bind"):
+                self.bound.append(port)
+                return socket
+            if port not in notices:
+                self.dialled.append(port)
+            if self._injector is None or not self._injector.plans("notice") or port not in notices:
+                return socket
+            return _NoticeSocket(self, socket, path[: found.start()] if found else path, port)
+
+        return make_zmq_socket
+
+    def request_of(self, text: str) -> int:
+        """The request that an id belongs to, -1 if that can't be told."""
+        found = _INDEX.search(text)
+        index = int(found[1], 16) if found else -1
+        return index if index < len(self.case.requests) else -1
+
+    def cell_of(self, address: int) -> tuple[int, int]:
+        """Layer and request of an address in this rank's cache, -1 where it is nobody's."""
+        size = self.case.engine(self.side)
+        for layer, (start, length) in enumerate(self.layers):
+            if start <= address < start + length:
+                kind = self.case.model.at(layer)
+                plane = length if kind.state else length // kind.planes
+                block = (address - start) % plane // (plane // size.num_blocks)
+                mine = (i for i, request in enumerate(self.case.requests) if block and block in request.blocks(self.side))
+                return layer, next(mine, -1)
+        return -1, -1
+
+
+class _NoticeSocket:
+    """A dialled socket on which notices leave: each is decoded, and passes the planned faults."""
+
+    def __init__(self, injection: Injection, socket: Any, host: str, port: int) -> None:
+        self._injection, self._socket, self._host, self._port = injection, socket, host, port
+        self._line: queue.SimpleQueue[tuple[float, bytes]] | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._socket, name)
+
+    def send(self, payload: bytes, *args: Any, **kwargs: Any) -> Any:
+        """Send one notice, or do with it what the faults say."""
+        kind, request = self._read(payload)
+        at, copies, port, delay, alone = payload, [0.0], self._port, 0.0, False
+        for fault in self._injection.acting("notice", kind, self._injection.name, self._injection.owner(port), request):
+            after = (fault.ms or 0.0) / 1e3
+            if fault.kind == "drop-notice":
+                copies = []
+            elif fault.kind in ("duplicate-notice", "replay-notice"):
+                copies.append(after)
+            elif fault.kind in ("delay-notice", "reorder-notice"):
+                delay, alone = after, fault.kind == "reorder-notice"
+            elif fault.kind == "poison-notice":
+                at = _GARBAGE
+            elif fault.kind == "misroute-notice":
+                port += fault.port or 0
+        for copy in copies:
+            if copy or alone or port != self._port:
+                self._send_apart(at, port, copy + delay)
+            elif delay or self._line is not None:
+                self._send_in_line(at, delay)
+            else:
+                self._socket.send(at, *args, **kwargs)
+
+    def _read(self, payload: bytes) -> tuple[str, int]:
+        """Message kind and request of a notice. Older releases send a bare id as text."""
+        msgpack = importlib.import_module("msgpack")
+        data = None
+        with contextlib.suppress(Exception):
+            data = msgpack.loads(payload)
+        if isinstance(data, dict):
+            ids = f"{data.get('req_id', '')} {data.get('transfer_id', '')}"
+            return str(data.get("type") or "remote_blocks"), self._injection.request_of(ids)
+        text = payload.decode("utf-8", "replace")
+        return ("write_done" if self._injection.side == "prefill" else "release"), self._injection.request_of(text)
+
+    def _send_in_line(self, payload: bytes, delay_s: float) -> None:
+        if self._line is None:
+            self._line = queue.SimpleQueue()
+            threading.Thread(target=self._work_off, args=(self._line,), daemon=True).start()
+        self._line.put((time.monotonic() + delay_s, payload))
+
+    def _work_off(self, line: queue.SimpleQueue[tuple[float, bytes]]) -> None:
+        socket = self._dial(self._port)
+        while True:
+            due, payload = line.get()
+            time.sleep(max(0.0, due - time.monotonic()))
+            socket.send(payload)
+
+    def _send_apart(self, payload: bytes, port: int, delay_s: float) -> None:
+        def send() -> None:
+            time.sleep(delay_s)
+            socket = self._dial(port)
+            socket.send(payload)
+            socket.close(linger=_LINGER_MS)
+
+        threading.Thread(target=send, daemon=True).start()
+
+    def _dial(self, port: int) -> Any:
+        zmq: Any = importlib.import_module("zmq")
+        socket = zmq.Context.instance().socket(zmq.DEALER)
+        socket.connect(f"{self._host}:{port}")
+        return socket
+
+
+class _Status:
+    """The status of a batch that a fault acts on, with the surface of `mori.io`'s."""
+
+    def __init__(self, code: str, message: str = "") -> None:
+        self._code, self._message = code, message
+
+    def Code(self) -> Any:  # noqa: N802 -- the real library's spelling
+        return importlib.import_module("mori.io").StatusCode[self._code]
+
+    def Message(self) -> str:  # noqa: N802
+        return self._message
+
+    def Init(self) -> bool:  # noqa: N802
+        return False
+
+    def InProgress(self) -> bool:  # noqa: N802
+        return self._code == "IN_PROGRESS"
+
+    def Succeeded(self) -> bool:  # noqa: N802
+        return self._code == "SUCCESS"
+
+    def Failed(self) -> bool:  # noqa: N802
+        return self._code.startswith("ERR")
+
+    def Wait(self) -> Any:  # noqa: N802
+        while self.InProgress():
+            time.sleep(0.0005)
+        return self.Code()
+
+    def become(self, status: Any) -> None:
+        """Take over what another status says."""
+        self._message, self._code = str(status.Message()), str(status.Code().name)
+
+
+class _Session:
+    """A session of `mori.io` whose batches pass the planned faults."""
+
+    def __init__(self, injection: Injection, session: Any, local: Any, remote: Any) -> None:
+        self._injection, self._session = injection, session
+        self._base = int(getattr(local, "data", 0))
+        tp, dp = (int(part[2:]) for part in str(remote.engine_key).split(":")[-2:])  # role:host:port:tp<r>:dp<d>
+        peer: Side = "decode" if injection.side == "prefill" else "prefill"
+        self._peer = injection.case.engine(peer).rank_name(peer, dp, tp)
+        self._full = 0
+        self._refused: set[_Batch] = set()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._session, name)
+
+    def batch_write(self, local: Sequence[int], remote: Sequence[int], sizes: Sequence[int], uid: int) -> Any:
+        return self._post("write", self._session.batch_write, list(local), list(remote), list(sizes), uid)
+
+    def batch_read(self, local: Sequence[int], remote: Sequence[int], sizes: Sequence[int], uid: int) -> Any:
+        return self._post("read", self._session.batch_read, list(local), list(remote), list(sizes), uid)
+
+    def write(self, local: int, remote: int, size: int, uid: int) -> Any:
+        return self._post("write", self._session.batch_write, [local], [remote], [size], uid)
+
+    def read(self, local: int, remote: int, size: int, uid: int) -> Any:
+        return self._post("read", self._session.batch_read, [local], [remote], [size], uid)
+
+    def _post(self, kind: str, post: Callable[..., Any], local: list[int], remote: list[int], sizes: list[int], uid: int) -> Any:
+        injection, address = self._injection, self._base + (local[0] if local else 0)
+        batch = (kind, self._peer, address)
+        injection.spoilt.pop(batch, None)
+        if self._full > 0:
+            self._full -= 1
+            return self._fail(batch, "ERR_RDMA_OP", _FULL)
+        if batch in self._refused:  # the connector posts it once more: no new batch for a fault to act on
+            self._refused.discard(batch)
+            return post(local, remote, sizes, uid)
+        layer, request = injection.cell_of(address) if local else (-1, -1)
+        sender, receiver = (injection.name, self._peer) if kind == "write" else (self._peer, injection.name)
+        result = None
+        for fault in injection.acting("transfer", kind, sender, receiver, request, layer):
+            result = self._fault(fault, batch, lambda lists: post(*lists, uid), (local, remote, sizes))
+        return post(local, remote, sizes, uid) if result is None else result
+
+    def _fault(self, fault: EventFault, batch: _Batch, post: Callable[[Any], Any], lists: _Lists) -> Any:
+        delay_s = (fault.ms or 0.0) / 1e3
+        if fault.kind == "fail-transfer":
+            return self._fail(batch, fault.status or "ERR_RDMA_OP", "failed by a planned fault")
+        if fault.kind == "partial-transfer":
+            _finished(post(_part(lists, fault.fraction or 0.5)))
+            return self._fail(batch, "ERR_RDMA_OP", "failed in part by a planned fault")
+        if fault.kind == "sq-full":
+            self._full = (fault.times or 1) - 1
+            self._refused.add(batch)
+            return self._fail(batch, "ERR_RDMA_OP", _FULL)
+        if fault.kind == "lose-completion":
+            post(lists)
+            self._injection.spoilt[batch] = "its completion was lost by a planned fault"
+            return _Status("IN_PROGRESS")
+        if fault.kind == "early-completion":
+            _later(delay_s, lambda: post(lists))
+            return _Status("SUCCESS")
+        status = _Status("IN_PROGRESS")
+        _later(delay_s, lambda: status.become(_finished(post(lists))))
+        return status
+
+    def _fail(self, batch: _Batch, error: str, message: str) -> _Status:
+        self._injection.spoilt[batch] = message
+        return _Status(error, message)
+
+
+def _later(delay_s: float, act: Callable[[], Any]) -> None:
+    timer = threading.Timer(delay_s, act)
+    timer.daemon = True
+    timer.start()
+
+
+def _part(lists: _Lists, fraction: float) -> _Lists:
+    """The first `fraction` of a batch's bytes."""
+    left = int(sum(lists[2]) * fraction)
+    local, remote, sizes = [], [], []
+    for here, there, size in zip(*lists, strict=True):
+        if left > 0:
+            local.append(here)
+            remote.append(there)
+            sizes.append(min(size, left))
+            left -= size
+    return local, remote, sizes
+
+
+def _finished(status: Any) -> Any:
+    """Wait for a batch that was really posted."""
+    while not (status.Succeeded() or status.Failed()):
+        time.sleep(0.0005)
+    return status

@@ -1,0 +1,336 @@
+"""Make one process ready for one vLLM release, and build the configurations that its connector reads.
+
+vLLM has no types here: its modules are reached by name, so that this package can be checked and imported without it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import json
+import math
+import os
+import re
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvcover.real_backend.driver.case import CacheForm, ConnectorCase, ModelShape, Side
+from kvcover.real_backend.driver.processes import HOST as HOST
+from kvcover.real_backend.driver.processes import Ports
+
+LOOPBACK = Path(__file__).parents[1] / "moriio" / "loopback"
+MORIIO_FOLDER = "vllm/distributed/kv_transfer/kv_connector/v1/moriio"
+MORIIO = MORIIO_FOLDER.replace("/", ".")
+_MOST_TOKENS = 1 << 17
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """One DP rank of one engine, for both sides of its connector. `vllm` and `kv_cache` are vLLM's own objects."""
+
+    side: Side
+    dp_rank: int
+    vllm: Any
+    kv_cache: Any
+    group: Any
+    """The same without data parallelism: each DP rank's TP group is a world of its own here."""
+
+
+def user_cache() -> Path:
+    """The folder of this user's for what kvcover keeps: `$KVCOVER_CACHE`, else `kvcover` in the user's cache folder."""
+    if own := os.environ.get("KVCOVER_CACHE"):
+        return Path(own).expanduser()
+    shared = os.environ.get("XDG_CACHE_HOME")
+    return (Path(shared) if shared else Path.home() / ".cache") / "kvcover"
+
+
+def prepare(tree: Path | None, read_abort_s: float) -> None:
+    """Import vLLM from `tree` in this process, with the stand-in `mori.io` and without a GPU. Call once, before a fork.
+
+    `tree` None means the vLLM that is installed.
+
+    Raises FileNotFoundError if `tree` holds no vLLM with a MoRI-IO connector.
+    """
+    if tree is not None and not (tree / MORIIO_FOLDER).is_dir():
+        raise FileNotFoundError(f"{tree}: no vLLM source tree with a MoRI-IO connector")
+    paths = [str(LOOPBACK), *([str(tree)] if tree else [])]
+    sys.path[:0] = paths
+    os.environ.update(
+        # vLLM inspects model classes in a subprocess, which must find the same tree.
+        PYTHONPATH=os.pathsep.join([*paths, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep),
+        OMP_NUM_THREADS="1",
+        VLLM_HOST_IP=HOST,
+        GLOO_SOCKET_IFNAME="lo",
+        HF_HUB_OFFLINE="1",
+        VLLM_NO_USAGE_STATS="1",
+        VLLM_SSM_CONV_STATE_LAYOUT="DS",  # the only one that the connector takes
+        VLLM_MORIIO_TRANSFER_TIMEOUT_S=str(math.ceil(read_abort_s)),
+    )
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    # vLLM keeps what it found out about a model class, ten seconds' work, in one file for all releases: one a tree lasts.
+    kept = hashlib.sha256(str(tree).encode()).hexdigest()[:12]
+    os.environ.setdefault("VLLM_CACHE_ROOT", str(user_cache() / "vllm-state" / kept))
+    _stand_in_for_cuda()
+    connector: Any = importlib.import_module(f"{MORIIO}.moriio_connector")
+    # Only the backend's name is used, and there is none for a machine without kernels.
+    connector.get_attn_backend = lambda *_args, **_kwargs: _AttentionBackend()
+
+
+def describe(tree: Path | None) -> dict[str, Any]:
+    """Say what was imported: versions, and a hash of the connector's files."""
+    vllm = importlib.import_module("vllm")
+    torch: Any = importlib.import_module("torch")
+    folder = Path(str(vllm.__file__)).parents[1]
+    files = sorted((folder / MORIIO_FOLDER).glob("*.py"))
+    digest = hashlib.sha256(b"".join(file.read_bytes() for file in files))
+    return {
+        "vllm": tree_version(folder) or str(getattr(vllm, "__version__", "unknown")),
+        "connector_sha256": digest.hexdigest()[:16],
+        "torch": str(torch.__version__),
+        "rocm": getattr(torch.version, "hip", None),
+        "mori": "loopback",
+        "head_axis": has_head_axis(),
+        "python": sys.version.split()[0],
+        "installed": tree is None,
+    }
+
+
+def tree_version(tree: Path) -> str | None:
+    """Return the version that a source tree says it is; None for a working copy that doesn't."""
+    for folder in sorted(tree.glob("vllm-*.dist-info")):
+        return folder.name.removeprefix("vllm-").removesuffix(".dist-info").split("+")[0]
+    version = tree / "vllm/_version.py"
+    found = (
+        re.search(r"""^(?:__version__ = )?version = ['"]([^'"]+)['"]""", version.read_text(), re.M) if version.exists() else None
+    )
+    found = found or (re.search(r"""__version__.* = ['"]([^'"]+)['"]""", version.read_text()) if version.exists() else None)
+    return found[1].split("+")[0] if found else None
+
+
+def connector_class() -> Any:
+    """Return the release's connector class."""
+    return importlib.import_module(f"{MORIIO}.moriio_connector").MoRIIOConnector
+
+
+def has_head_axis() -> bool:
+    """Tell whether the release's latent caches are [blocks, 1, tokens, latent]: those whose specs count states do."""
+    return hasattr(importlib.import_module("vllm.v1.kv_cache_interface").AttentionSpec, "num_states")
+
+
+def torch_dtype(cache: CacheForm) -> Any:
+    """Return the type of a cache's values; vLLM keeps fp8 in bytes."""
+    names = {"fp8": "uint8", "bf16": "bfloat16", "fp16": "float16", "fp32": "float32", None: "float32"}
+    return getattr(importlib.import_module("torch"), names[cache.kv_dtype])
+
+
+class _AttentionBackend:
+    @staticmethod
+    def get_name() -> str:
+        return "NONE"
+
+
+class _Event:
+    """A CUDA event on a machine without CUDA: work is done when it is issued."""
+
+    def record(self, stream: object = None) -> None:
+        """Mark the stream's current position."""
+
+    def synchronize(self) -> None:
+        """Wait for that position."""
+
+
+def _stand_in_for_cuda() -> None:
+    torch: Any = importlib.import_module("torch")
+    torch.set_num_threads(1)
+    torch.cuda.Event = _Event
+    torch.cuda.current_stream = lambda *_args, **_kwargs: None
+
+
+class ConfigFactory:
+    """Builds configurations for one release. The first model of a kind takes seconds, all others milliseconds."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._models: dict[tuple[ModelShape, int], Any] = {}
+
+    def engine(self, case: ConnectorCase, side: Side, dp_rank: int, ports: Ports) -> EngineConfig:
+        """Return the configuration of one DP rank of one engine."""
+        config = importlib.import_module("vllm.config")
+        size = case.engine(side)
+        transfer = config.KVTransferConfig(
+            kv_connector="MoRIIOConnector",
+            kv_role="kv_producer" if side == "prefill" else "kv_consumer",
+            kv_connector_extra_config=_connector_settings(case, ports),
+        )
+
+        def build(dp: int, rank: int) -> Any:
+            return config.VllmConfig(
+                model_config=self._model(case.model, math.lcm(16, case.model.heads, size.tp)),
+                cache_config=config.CacheConfig(block_size=size.cache.block_size),
+                parallel_config=config.ParallelConfig(
+                    tensor_parallel_size=size.tp,
+                    data_parallel_size=dp,
+                    data_parallel_rank=rank,
+                    data_parallel_size_local=dp,
+                    distributed_executor_backend="mp",
+                ),
+                scheduler_config=config.SchedulerConfig(
+                    max_num_batched_tokens=_MOST_TOKENS, max_num_seqs=16, max_model_len=_MOST_TOKENS, is_encoder_decoder=False
+                ),
+                device_config=config.DeviceConfig("cpu"),
+                kv_transfer_config=transfer,
+            )
+
+        vllm = build(size.dp, dp_rank)
+        kv_cache = _kv_cache_config(case, side, vllm)
+        return EngineConfig(side, dp_rank, vllm, kv_cache, vllm if size.dp == 1 else build(1, 0))
+
+    def _model(self, shape: ModelShape, query_heads: int) -> Any:
+        if (shape, query_heads) not in self._models:
+            folder = self._folder / f"{shape},{query_heads}".replace(",", "_")
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "config.json").write_text(json.dumps(_hf_config(shape, query_heads)))
+            model_config = importlib.import_module("vllm.config").ModelConfig
+            self._models[shape, query_heads] = model_config(
+                model=str(folder),
+                tokenizer=str(folder),
+                skip_tokenizer_init=True,
+                dtype="float32",
+                enforce_eager=True,
+                max_model_len=_MOST_TOKENS,
+            )
+        return self._models[shape, query_heads]
+
+
+def layer_names(model: ModelShape) -> list[str]:
+    """Return the names under which a rank registers its caches."""
+    return [f"model.layers.{index}.self_attn.attn" for index in range(model.layers)]
+
+
+def _connector_settings(case: ConnectorCase, ports: Ports) -> dict[str, Any]:
+    return {
+        "host_ip": HOST,
+        "proxy_ip": "",  # no heartbeat
+        "proxy_ping_port": 1,
+        "http_port": ports.http,
+        "handshake_port": ports.handshake,
+        "notify_port": ports.notify,
+        "read_mode": case.mode == "read",
+        "transfer_timeout": case.transfer_timeout_s,
+        "defer_timeout": case.defer_timeout_s,
+        "recv_abort_timeout": case.timers.read_abort_s,
+    }
+
+
+def _kv_cache_config(case: ConnectorCase, side: Side, vllm: Any) -> Any:
+    """Sort the layers into cache groups, with vLLM's hybrid KV cache manager on unless the case says off."""
+    interface = importlib.import_module("vllm.v1.kv_cache_interface")
+    size = case.engine(side)
+    if not case.model.alike:
+        # On a platform without kernels vLLM turns the manager off; what decides it on ROCm is the connector alone.
+        if size.hybrid_kv and not _supports_hybrid() and not any(case.model.state_tables):
+            raise ValueError("this vLLM turns its hybrid KV cache manager off for this connector")
+        vllm.scheduler_config.disable_hybrid_kv_cache_manager = not size.hybrid_kv
+    names, table_of = layer_names(case.model), case.table_of(side)
+    groups = []
+    for table in range(len(case.tables(side))):
+        specs = {name: _layer_spec(case, side, layer) for layer, name in enumerate(names) if table_of[layer] == table}
+        first = next(iter(specs.values()))
+        same = all(spec == first for spec in specs.values())
+        spec = first if same else interface.UniformTypeKVCacheSpecs.from_specs(specs)
+        groups.append(interface.KVCacheGroupSpec(list(specs), spec))
+    return interface.KVCacheConfig(num_blocks=size.num_blocks, kv_cache_tensors=[], kv_cache_groups=groups)
+
+
+def _supports_hybrid() -> bool:
+    base = importlib.import_module("vllm.distributed.kv_transfer.kv_connector.v1.base")
+    return hasattr(base, "SupportsHMA") and issubclass(connector_class(), base.SupportsHMA)
+
+
+def _layer_spec(case: ConnectorCase, side: Side, layer: int) -> Any:
+    """Return vLLM's description of a layer's cache; without the hybrid manager a window is full attention."""
+    interface = importlib.import_module("vllm.v1.kv_cache_interface")
+    kind = case.model.at(layer)
+    if kind.state:
+        return _state_spec(kind, case.engine(side).tp)
+    fields = {
+        "block_size": case.engine(side).cache.block_size,
+        "num_kv_heads": len(kind.owned_heads(0, case.engine(side).tp)),
+        "head_size": kind.width,
+        "dtype": torch_dtype(case.engine(side).cache),
+    }
+    if kind.mla:
+        return interface.MLAAttentionSpec(**fields)
+    if kind.window and case.engine(side).hybrid_kv:
+        return interface.SlidingWindowSpec(**fields, sliding_window=kind.window)
+    return interface.FullAttentionSpec(**fields)
+
+
+def _state_spec(kind: ModelShape, tp: int) -> Any:
+    """Return a state as Mamba 1 has it: convolution and the rest with a row a head, in one page."""
+    interface = importlib.import_module("vllm.v1.kv_cache_interface")
+    float32 = importlib.import_module("torch").float32
+    backends = importlib.import_module("vllm.v1.attention.backends.registry").MambaAttentionBackendEnum
+    part = (len(kind.owned_heads(0, tp)), kind.width)
+    fields: dict[str, Any] = {"block_size": _MOST_TOKENS, "shapes": (part, part), "dtypes": (float32, float32)}
+    return interface.MambaSpec(**fields, mamba_type=backends.MAMBA1)
+
+
+def refuse_states(case: ConnectorCase, config: EngineConfig) -> None:
+    """Let vLLM refuse recurrent states where its hybrid KV cache manager is off, as it does before a connector is made."""
+    if not any(case.model.state_tables) or (_supports_hybrid() and case.engine(config.side).hybrid_kv):
+        return
+    names = layer_names(case.model)
+    specs = {name: _layer_spec(case, config.side, layer) for layer, name in enumerate(names)}
+    unify = "unify_hybrid_kv_cache_specs"
+    module = importlib.import_module("vllm.v1.core.kv_cache_utils")
+    if not hasattr(module, unify):  # 0.33+
+        module = importlib.import_module("vllm.v1.core.kv_cache_planning")
+    getattr(module, unify)(specs)
+
+
+def _hf_config(shape: ModelShape, query_heads: int) -> dict[str, Any]:
+    """Return a config.json: llama-like, or deepseek-like for a latent cache. Only its KV geometry is ever used."""
+    common = {
+        "hidden_size": math.lcm(128, query_heads),
+        "intermediate_size": 128,
+        "num_hidden_layers": shape.layers,
+        "vocab_size": 512,
+        "max_position_embeddings": _MOST_TOKENS,
+        "rms_norm_eps": 1e-6,
+        "hidden_act": "silu",
+        "torch_dtype": "float32",
+    }
+    if not shape.mla:
+        return common | {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            "num_attention_heads": query_heads,
+            "num_key_value_heads": shape.kv_heads,
+            "head_dim": shape.head_dim,
+        }
+    return common | {
+        "architectures": ["DeepseekV2ForCausalLM"],
+        "model_type": "deepseek_v2",
+        "num_attention_heads": query_heads,
+        "num_key_value_heads": query_heads,
+        "kv_lora_rank": shape.latent,
+        "q_lora_rank": None,
+        "qk_rope_head_dim": shape.rope,
+        "qk_nope_head_dim": 32,
+        "v_head_dim": 32,
+        "moe_intermediate_size": 64,
+        "n_routed_experts": 8,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+        "first_k_dense_replace": 1,
+        "moe_layer_freq": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "topk_method": "greedy",
+        "norm_topk_prob": False,
+        "scoring_func": "softmax",
+        "routed_scaling_factor": 1.0,
+    }

@@ -1,1 +1,0 @@
-"""A stand-in for AMD's `mori` package. Put `real_backend/loopback` on a process's path to use it; never install it."""

@@ -1,0 +1,1 @@
+"""What is on this machine: vLLM trees, libraries, limits."""

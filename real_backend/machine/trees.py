@@ -1,0 +1,260 @@
+"""vLLM source trees: where they are, how one is added, and which one a run uses.
+
+A release is installed without kernels into a cache of the user's (`$KVCOVER_CACHE`, else `$XDG_CACHE_HOME/kvcover`, else
+`~/.cache/kvcover`), never over anything. `$KVCOVER_TREES` may name one more folder with a tree a release.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import importlib.metadata
+import importlib.util
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvcover.real_backend.inside.vllm_setup import MORIIO_FOLDER, tree_version, user_cache
+from kvcover.sim.errors import InputError, TierError
+from kvcover.sim.releases.records import ALIASES
+
+_BUILD_NEEDS = ("torch", "setuptools", "setuptools_scm", "setuptools_rust", "wheel", "jinja2", "packaging")
+_RUN_NEEDS = ("torch", "zmq", "msgpack", "transformers", "pydantic", "numpy")
+_NO_NETWORK = ("name resolution", "Connection", "Network is unreachable", "ProxyError", "timed out", "Max retries")
+_TOLD = re.compile(r"^\s*(Collecting|Downloading|Using cached|Preparing|Building|Created|Installing|Successfully)")
+_EXTRA = "pip install 'kvcover[connector]'"
+
+
+@dataclass(frozen=True, slots=True)
+class Tree:
+    """One vLLM. `path` None means the installed one; `version` None means that it can't be told without importing it."""
+
+    path: Path | None
+    version: str | None
+    kind: str  # cache, folder, working copy or installed
+
+    @property
+    def name(self) -> str:
+        """What `--vllm` would be given."""
+        return (
+            "installed" if self.path is None else self.version or str(self.path) if self.kind != "working copy" else str(self.path)
+        )
+
+
+def cache() -> Path:
+    """The folder of the trees that `kvcover vllm add` installs."""
+    return user_cache() / "vllm"
+
+
+def trees() -> list[Tree]:
+    """Every tree that is known here, releases in order, then working copies."""
+    found: dict[Path, Tree] = {}
+    for folder, kind in ((os.environ.get("KVCOVER_TREES"), "folder"), (cache(), "cache")):
+        for path in sorted(Path(folder).glob("[0-9]*")) if folder else ():
+            if (path / MORIIO_FOLDER).is_dir():
+                found.setdefault(path.resolve(), Tree(path, tree_version(path) or path.name, kind))
+    releases = sorted(found.values(), key=lambda tree: [int(part) for part in re.findall(r"\d+", tree.version or "")])
+    copies = [Tree(path, tree_version(path), "working copy") for path in _working_copies() if (path / MORIIO_FOLDER).is_dir()]
+    return releases + copies
+
+
+def choose(vllm: str | None, release: str, decode_release: str | None) -> tuple[Tree, Tree]:
+    """The trees of prefill and decode: as `--vllm` says, else those of the scenario's releases.
+
+    Raises TierError naming what to do when there is none.
+    """
+    if vllm is None:
+        prefill = find(release)
+        return prefill, prefill if decode_release in (None, release) else find(str(decode_release))
+    parts = vllm.split(",")
+    if len(parts) > 2 or not all(parts):
+        raise InputError("--vllm", f"can't read {vllm!r}", "give one vLLM, or two as PREFILL,DECODE")
+    return find(parts[0]), find(parts[-1])
+
+
+def find(text: str) -> Tree:
+    """The tree of a release, at a path, or the installed one."""
+    if text == "installed":
+        return installed()
+    path = Path(text).expanduser()
+    if os.sep in text or path.is_dir():
+        check_tree(path)
+        return Tree(path.resolve(), tree_version(path), "working copy")
+    for name in (text, ALIASES.get(text, text), *(alias for alias, same in ALIASES.items() if same == text)):
+        for tree in trees():
+            if tree.version == name and tree.kind != "working copy":
+                return tree
+    if not re.fullmatch(r"\d+\.\d+\.\d+\w*", text):
+        raise TierError("--vllm", f"{text!r} is no release and no folder", "give a release such as 0.27.0, a path, or installed")
+    raise TierError("--vllm", f"no vLLM {text} here", f"get it with `kvcover vllm add {text}`")
+
+
+def check_tree(path: Path) -> None:
+    """Raise TierError if a folder holds no vLLM with a MoRI-IO connector."""
+    if not path.is_dir():
+        raise TierError("--vllm", f"{str(path)!r} is no folder", "give the folder that holds vllm/")
+    if not (path / "vllm").is_dir():
+        raise TierError("--vllm", f"{str(path)!r} holds no vllm/", "give the top folder of a vLLM working copy")
+    if not (path / MORIIO_FOLDER / "moriio_connector.py").is_file():
+        raise TierError("--vllm", f"the vLLM in {str(path)!r} has no MoRI-IO connector", "use 0.24.0 or newer")
+
+
+def check_machine() -> None:
+    """Raise TierError if the connector can't run on this machine at all."""
+    if sys.platform != "linux":
+        raise TierError("--tier connector", f"it runs on Linux, not on {sys.platform}", "use --tier model")
+    if missing := _missing(_RUN_NEEDS):
+        raise TierError("--tier connector", f"needs {', '.join(missing)}", f"install with {_EXTRA}")
+
+
+def installed() -> Tree:
+    """The vLLM of this environment. Raises TierError if there is none, or one without the connector."""
+    spec = importlib.util.find_spec("vllm")
+    if spec is None or not spec.submodule_search_locations:
+        raise TierError("--vllm", "no vLLM is installed in this environment", "use `kvcover vllm add 0.27.0`")
+    check_tree(Path(next(iter(spec.submodule_search_locations))).parent)
+    try:
+        version = importlib.metadata.version("vllm").split("+")[0]
+    except importlib.metadata.PackageNotFoundError:
+        version = None
+    return Tree(None, version, "installed")
+
+
+def _missing(names: tuple[str, ...]) -> list[str]:
+    return [name for name in names if importlib.util.find_spec(name) is None]
+
+
+# -- adding and removing -------------------------------------------------------------------------------------------
+
+
+def add_release(release: str, say: Callable[[str], None]) -> Tree:
+    """Install the official source of a release, without kernels, into the cache. Raises InputError if that fails."""
+    place = f"vllm add {release}"
+    if not re.fullmatch(r"\d+\.\d+\.\d+(\.post\d+|rc\d+)?", release):
+        raise InputError(place, f"{release!r} is no release and no folder", "give a release such as 0.27.0, or a path")
+    if missing := _missing(_BUILD_NEEDS):
+        raise InputError(place, f"building needs {', '.join(missing)}", f"install with {_EXTRA}")
+    home = cache()
+    try:
+        home.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(place, f"can't make {str(home)!r}: {error.strerror}", "set KVCOVER_CACHE to a folder of yours") from None
+    final, partial = home / release, home / f".partial-{release}"
+    with _locked(home / f".lock-{release}", place):
+        if (final / MORIIO_FOLDER).is_dir():
+            say(f"vLLM {release} is there already: {final}")
+            return Tree(final, release, "cache")
+        shutil.rmtree(partial, ignore_errors=True)
+        try:
+            _pip(release, partial, place, say)
+            _verify(partial, release, place)
+            shutil.rmtree(final, ignore_errors=True)  # one without a connector: no tree
+            partial.replace(final)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+    return Tree(final, release, "cache")
+
+
+def _verify(partial: Path, release: str, place: str) -> None:
+    if not (partial / MORIIO_FOLDER / "moriio_connector.py").is_file():
+        raise InputError(place, f"vLLM {release} has no MoRI-IO connector", "use 0.24.0 or newer")
+    if (version := tree_version(partial)) != release:
+        raise InputError(place, f"pip installed {version}, not {release}", "report it")
+
+
+def _pip(release: str, target: Path, place: str, say: Callable[[str], None]) -> None:
+    """Let pip build and install; what is worth telling goes to `say`, all of it into a log."""
+    command = [sys.executable, "-m", "pip", "install", "--no-deps", "--no-build-isolation", "--no-binary", "vllm",
+               "--disable-pip-version-check", "--no-input", "--progress-bar", "off", "--target", str(target),
+               f"vllm=={release}"]  # fmt: skip
+    environment = os.environ | {"VLLM_VERSION_OVERRIDE": release, "VLLM_TARGET_DEVICE": "empty"}
+    started = time.monotonic()
+    tail: list[str] = []
+    say(f"installing vLLM {release} without kernels (about 80 MB, half a minute)")
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as pip:
+        try:
+            assert pip.stdout is not None
+            for line in pip.stdout:
+                tail = [*tail[-200:], line.rstrip()]
+                if _TOLD.match(line):
+                    say(f"{time.monotonic() - started:4.0f} s  {line.strip()[:100]}")
+        except BaseException:
+            pip.terminate()
+            raise
+    if pip.returncode:
+        text = "\n".join(tail)
+        if any(sign in text for sign in _NO_NETWORK) and "No matching distribution" not in text.split("ERROR")[0]:
+            raise InputError(place, "the package index can't be reached", "connect, or give the path of a working copy")
+        if "No matching distribution" in text:
+            raise InputError(place, f"the package index has no source of vLLM {release}", "see `kvcover releases`")
+        errors = [line for line in tail if "rror" in line] or tail
+        raise InputError(place, f"pip failed: {errors[-1].strip()[:200] if errors else pip.returncode}", f"check {_EXTRA}")
+
+
+@contextmanager
+def _locked(path: Path, place: str) -> Iterator[None]:
+    with path.open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise InputError(place, "another kvcover is adding it now", "wait for it") from None
+        yield
+
+
+def add_working_copy(path: Path) -> Tree:
+    """Remember a working copy of vLLM, which is used as it is."""
+    check_tree(path)
+    path = path.resolve()
+    _write_working_copies([*[known for known in _working_copies() if known != path], path])
+    return Tree(path, tree_version(path), "working copy")
+
+
+def remove(text: str) -> Tree:
+    """Delete a release from the cache, or forget a working copy. Nothing outside the cache is ever deleted."""
+    path = Path(text).expanduser()
+    copies = _working_copies()
+    if path.resolve() in copies:
+        _write_working_copies([known for known in copies if known != path.resolve()])
+        return Tree(path.resolve(), None, "working copy")
+    for tree in trees():
+        if tree.kind == "cache" and tree.version == text and tree.path is not None:
+            doomed = tree.path.with_name(f".removed-{text}-{os.getpid()}")
+            tree.path.replace(doomed)
+            shutil.rmtree(doomed, ignore_errors=True)
+            return tree
+    raise InputError("vllm remove", f"no vLLM {text!r} of kvcover's own", "see `kvcover vllm list`")
+
+
+def _working_copies() -> list[Path]:
+    try:
+        return [Path(path) for path in json.loads((cache() / "working-copies.json").read_text())]
+    except (OSError, ValueError, TypeError):
+        return []
+
+
+def _write_working_copies(paths: list[Path]) -> None:
+    file = cache() / "working-copies.json"
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        scratch = file.with_suffix(f".{os.getpid()}")
+        scratch.write_text(json.dumps([str(path) for path in paths]))
+        scratch.replace(file)
+    except OSError as error:
+        raise InputError("vllm", f"can't write {str(file)!r}: {error.strerror}", "set KVCOVER_CACHE") from None
+
+
+def folder_mb(path: Path) -> int:
+    """Size of a tree in MB."""
+    total = 0
+    for file in path.rglob("*"):
+        with contextlib.suppress(OSError):
+            total += file.lstat().st_size
+    return round(total / 1e6)

@@ -1,0 +1,1 @@
+"""The tiers that run the real connector."""

@@ -1,0 +1,250 @@
+"""The connector tier: scenarios on vLLM's own connector. Entry point of `kvcover.tiers`.
+
+Scenarios of one pair of trees share one import, and run at the same time as far as cores and memory allow.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from kvcover.real_backend.driver.case import CaseResult
+from kvcover.real_backend.driver.harness import Harness
+from kvcover.real_backend.machine.trees import Tree, check_machine, choose
+from kvcover.real_backend.tiers.drafts import DRAWN, PINS, fit
+from kvcover.real_backend.tiers.report import to_result
+from kvcover.real_backend.tiers.translate import Job, free_mb, to_job
+from kvcover.sim.errors import InputError, TierError
+from kvcover.sim.releases.records import ALIASES, NEWEST, RELEASES
+from kvcover.sim.results.result import Result
+from kvcover.sim.scenario.scenario import Scenario
+
+_RANKS_A_CORE = 8
+_WORKERS = 32
+_POLL_S = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Scenarios that share a harness: positions in the order that was asked for, and what they run on."""
+
+    trees: tuple[Tree, Tree]
+    read_abort_s: float
+    jobs: dict[int, Job]
+
+
+class ConnectorTier:
+    """Runs one scenario when called, or `many`; `attempt`, `check`, `fit`, `features` and `pins` are for exploration."""
+
+    features = DRAWN
+    pins = PINS
+
+    def __call__(self, scenario: Scenario, vllm: str | None = None) -> Result:
+        return self.many([scenario], vllm=vllm)[0]
+
+    def many(
+        self, scenarios: Sequence[Scenario], vllm: str | None = None, vllms: Sequence[str | None] | None = None
+    ) -> list[Result]:
+        """One result a scenario, in order. `vllms` has what `--vllm` says for each; `vllm` is for all.
+
+        Whatever can't be run is refused before anything starts.
+        """
+        chosen = list(vllms) if vllms is not None else [vllm] * len(scenarios)
+        results = []
+        for result in self._run(scenarios, chosen, go_on=False):
+            assert isinstance(result, Result)
+            results.append(result)
+        return results
+
+    def attempt(self, scenarios: Sequence[Scenario], vllm: str | None = None) -> list[Result | TierError]:
+        """As `many`, but what went wrong in one run takes its place, and the others go on."""
+        return self._run(scenarios, [vllm] * len(scenarios), go_on=True)
+
+    def check(self, scenario: Scenario, vllm: str | None = None) -> None:
+        """Raise TierError if the scenario can't be run here."""
+        _group([scenario], [vllm])
+
+    def fit(self, draft: dict[str, Any]) -> None:
+        """Leave out or round what this tier can't do, as far as that leaves the draft the same kind of scenario."""
+        fit(draft)
+
+    def _run(self, scenarios: Sequence[Scenario], chosen: list[str | None], *, go_on: bool) -> list[Result | TierError]:
+        check_machine()
+        groups = _group(scenarios, chosen)
+        results: dict[int, Result | TierError] = {}
+        with _progress(len(scenarios)) as progress, tempfile.TemporaryDirectory(prefix="kvcover-") as work:
+            harnesses: list[Harness] = []
+            try:
+                for group in groups[:2]:
+                    harnesses.append(_start(group, Path(work)))
+                for position, group in enumerate(groups):
+                    results |= _run_group(group, harnesses[position], chosen, progress, go_on)
+                    harnesses[position].close()
+                    if position + 2 < len(groups):
+                        harnesses.append(_start(groups[position + 2], Path(work)))
+            finally:
+                for harness in harnesses:
+                    harness.close()
+        return [results[index] for index in range(len(scenarios))]
+
+
+connector_tier = ConnectorTier()
+
+
+def _group(scenarios: Sequence[Scenario], vllms: Sequence[str | None]) -> list[_Group]:
+    groups: dict[tuple[Tree, Tree, float], _Group] = {}
+    for index, (scenario, vllm) in enumerate(zip(scenarios, vllms, strict=True)):
+        trees = choose(vllm, scenario.release, scenario.decode_release)
+        job = to_job(_as_trees(scenario, trees) if vllm else scenario)
+        if job.case.model.layers == 1 and not job.case.model.mla:
+            raise TierError("model", "one layer of split K and V can't be run on the connector tier", "use two layers")
+        key = (*trees, job.case.timers.read_abort_s)
+        groups.setdefault(key, _Group(trees, key[2], {})).jobs[index] = job
+    return list(groups.values())
+
+
+def _as_trees(scenario: Scenario, trees: tuple[Tree, Tree]) -> Scenario:
+    """The scenario with the releases that `--vllm` says, as far as the trees know their own and the model knows them."""
+    known = [tree.version if tree.version in RELEASES or tree.version in ALIASES else None for tree in trees]
+    for version, asked in zip(known, (scenario.release, scenario.decode_release), strict=True):
+        if version and asked not in (None, NEWEST) and ALIASES.get(str(asked), asked) != ALIASES.get(version, version):
+            raise InputError("--vllm", f"{version} is not the {asked} that the scenario asks for", "leave out one of the two")
+    prefill = known[0] or scenario.release
+    decode = known[1] or scenario.decode_release or scenario.release
+    return msgspec.structs.replace(scenario, release=prefill, decode_release=None if decode == prefill else decode)
+
+
+def _start(group: _Group, work: Path) -> Harness:
+    folder = Path(tempfile.mkdtemp(dir=work))
+    return Harness(
+        group.trees[0].path, folder, group.read_abort_s, group.trees[1].path if group.trees[1] != group.trees[0] else None
+    )
+
+
+def _run_group(
+    group: _Group, harness: Harness, vllms: list[str | None], progress: _Bar, go_on: bool
+) -> dict[int, Result | TierError]:
+    progress.say(f"importing vLLM {group.trees[0].name}")
+    infos = (harness.info("prefill"), harness.info("decode"))
+    budget = _Budget()
+    alone = len(group.jobs) == 1
+    largest = max(job.case.ranks for job in group.jobs.values())
+    load = 0 if alone else max(largest, budget.ranks)
+    results: dict[int, Result | TierError] = {}
+    progress.say(f"vLLM {group.trees[0].name}")
+    pool = ThreadPoolExecutor(1 if alone else _WORKERS)
+    try:
+        running: dict[Future[CaseResult], int] = {
+            pool.submit(_run_one, harness, job, budget, load): index for index, job in group.jobs.items()
+        }
+        while running:
+            done, _ = wait(running, timeout=_POLL_S, return_when=FIRST_COMPLETED)
+            for future in done:
+                index = running.pop(future)
+                try:
+                    results[index] = to_result(group.jobs[index], future.result(), group.trees, infos, vllms[index])
+                except TierError as error:
+                    if not go_on:
+                        raise
+                    results[index] = error
+                progress.advance()
+    except BaseException:
+        budget.stop()
+        harness.close()  # ends every process, so that the threads come back
+        raise
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+    return results
+
+
+def _run_one(harness: Harness, job: Job, budget: _Budget, load: int) -> CaseResult:
+    case = replace(job.case, timers=replace(job.case.timers, load=load))
+    with budget.share(job):
+        try:
+            result = harness.run(case)
+            if result.stalled and not case.plan.faults:  # a busy machine can look like a standstill, but hardly twice
+                result = harness.run(case)
+        except ValueError as error:
+            raise TierError("scenario", str(error), "use --tier model") from None
+        except OSError as error:
+            raise TierError("--tier connector", str(error), "free some ports or processes") from None
+    return result
+
+
+class _Budget:
+    """What may run at a time: ranks by cores, and memory. A job larger than all of it runs alone."""
+
+    def __init__(self) -> None:
+        self.ranks = _RANKS_A_CORE * len(os.sched_getaffinity(0)) if sys.platform == "linux" else _RANKS_A_CORE
+        self._memory_mb = 0.6 * free_mb()
+        self._used_ranks, self._used_mb, self._stopped = 0, 0, False
+        self._changed = threading.Condition()
+
+    def stop(self) -> None:
+        """Nothing new may start."""
+        with self._changed:
+            self._stopped = True
+            self._changed.notify_all()
+
+    @contextmanager
+    def share(self, job: Job) -> Iterator[None]:
+        """Wait for room, and take it."""
+        ranks, memory_mb = job.case.ranks, job.memory_mb
+        with self._changed:
+            self._changed.wait_for(lambda: self._stopped or self._fits(ranks, memory_mb))
+            if self._stopped:
+                raise TierError("--tier connector", "the run was ended", "")
+            self._used_ranks += ranks
+            self._used_mb += memory_mb
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._used_ranks -= ranks
+                self._used_mb -= memory_mb
+                self._changed.notify_all()
+
+    def _fits(self, ranks: int, memory_mb: int) -> bool:
+        if not self._used_ranks:
+            return True
+        return self._used_ranks + ranks <= self.ranks and self._used_mb + memory_mb <= self._memory_mb
+
+
+class _Bar:
+    """Progress on stderr: a bar on a terminal, nothing elsewhere."""
+
+    def __init__(self, bar: Progress | None, total: int) -> None:
+        self._bar = bar
+        self._task = bar.add_task("starting", total=total) if bar else None
+
+    def say(self, text: str) -> None:
+        """What goes on now."""
+        if self._bar and self._task is not None:
+            self._bar.update(self._task, description=text)
+
+    def advance(self) -> None:
+        """One scenario is done."""
+        if self._bar and self._task is not None:
+            self._bar.advance(self._task)
+
+
+@contextmanager
+def _progress(total: int) -> Iterator[_Bar]:
+    if not sys.stderr.isatty():
+        yield _Bar(None, total)
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        yield _Bar(bar, total)

@@ -1,0 +1,101 @@
+"""The hardware tier: real `mori.io`, NIC or xGMI, and GPU memory. Entry point of `kvcover.tiers`.
+
+Every rank of both engines is a process that torchrun started. On one machine `kvcover run --tier hardware` starts torchrun;
+over several nodes it is started on each: see `python -m kvcover.real_backend.tiers.torchrun --help`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from kvcover.real_backend.machine.doctor import Place, examine, lacking
+from kvcover.real_backend.machine.trees import choose
+from kvcover.real_backend.tiers.translate import refuse_unlike_layers, to_job
+from kvcover.sim.errors import TierError
+from kvcover.sim.results.result import Result
+from kvcover.sim.scenario.scenario import Scenario
+
+_LIMIT_S = 900.0
+_LAST_LINES = 3
+
+
+def transport() -> Literal["rdma", "xgmi"]:
+    """What MoRI moves bytes by: `KVCOVER_TRANSPORT`, rdma unless it says xgmi. Raises TierError for anything else."""
+    name = os.environ.get("KVCOVER_TRANSPORT", "rdma")
+    if name == "xgmi":
+        return "xgmi"
+    if name != "rdma":
+        raise TierError("KVCOVER_TRANSPORT", f"{name!r} is no transport", "use rdma or xgmi")
+    return "rdma"
+
+
+def hardware_tier(scenario: Scenario, vllm: str | None = None) -> Result:
+    """Run one scenario on this machine's GPUs. Raises TierError naming what is missing; never uses the loopback instead."""
+    chosen = transport()
+    check_hardware(chosen)
+    return launch(scenario, vllm or "installed", ("--transport", chosen))
+
+
+def check_hardware(chosen: Literal["rdma", "xgmi"]) -> None:
+    """Raise TierError if this machine lacks anything that the hardware tier needs."""
+    short = lacking(examine(Place(transport=chosen)), "hardware")
+    if short:
+        missing = "; ".join(f"{line.name} ({line.text})" for line in short)
+        raise TierError("--tier hardware", f"can't run here: {missing}", "see `kvcover doctor --tier hardware`")
+
+
+def launch(scenario: Scenario, vllm: str, options: tuple[str, ...], limit_s: float = _LIMIT_S) -> Result:
+    """Start torchrun on this machine with one process a rank, and read the result that its first rank writes."""
+    job = to_job(scenario)
+    refuse_unlike_layers(job)
+    ranks = job.case.ranks
+    with tempfile.TemporaryDirectory(prefix="kvcover-") as work:
+        given, written, log = Path(work) / "scenario.json", Path(work) / "result.json", Path(work) / "log"
+        given.write_bytes(msgspec.json.encode(scenario))
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+        command += ["-m", "kvcover.real_backend.tiers.torchrun", str(given), "-o", str(written), "--vllm", vllm, *options]
+        with log.open("wb") as out:
+            try:
+                subprocess.run(command, stdout=out, stderr=out, stdin=subprocess.DEVNULL, timeout=limit_s, check=False)
+            except subprocess.TimeoutExpired:
+                raise TierError("--tier hardware", f"no result after {limit_s:g} s: {_end_of(log)}", "run it again") from None
+        if not written.exists():
+            raise TierError("--tier hardware", f"the ranks gave no result: {_end_of(log)}", "see `kvcover doctor --tier hardware`")
+        return read_result(written)
+
+
+def read_result(path: Path) -> Result:
+    """Read what the first rank wrote: a result, or the error that ended it."""
+    data: dict[str, Any] = json.loads(path.read_text())
+    if "error" in data:
+        raise TierError(*data["error"])
+    return msgspec.convert(data, Result)
+
+
+def _end_of(log: Path) -> str:
+    """Return the last lines that say something: torchrun ends every failure with a table of its own."""
+    lines = [line.strip() for line in log.read_text(errors="replace").splitlines()]
+    telling = (
+        [line for line in lines if line.startswith("kvcover: ")]
+        or [line for line in lines if "Error" in line and "ChildFailedError" not in line]
+        or [line for line in lines if line]
+    )
+    return " | ".join(telling[-_LAST_LINES:])[:400]
+
+
+def check_tree(scenario: Scenario, vllm: str) -> Path | None:
+    """Return the one vLLM that both engines run. Raises TierError if they would need two."""
+    trees = choose(vllm, scenario.release, scenario.decode_release)
+    if trees[0] != trees[1]:
+        raise TierError(
+            "--tier hardware", "both engines run one vLLM here", "start each node with its own --vllm, or use one release"
+        )
+    return trees[0].path

@@ -1,0 +1,393 @@
+"""One rank of a run over one or several nodes. Started by torchrun on each of them, with the same scenario file.
+
+    torchrun --nnodes 2 --node-rank N --nproc-per-node 8 --master-addr HOST --master-port 29500 \\
+        -m kvcover.real_backend.tiers.torchrun scenario.toml --vllm installed --transport rdma -o result.json
+
+The first ranks are prefill's, in (dp, tp) order, then come decode's; all ranks of an engine must be on one node. Several
+ranks may share a GPU. The first rank of all also plays the router and writes the result.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Client, Connection, Listener
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from kvcover.faults import EventFault
+from kvcover.real_backend.driver.book import SharedInjector
+from kvcover.real_backend.driver.case import CaseResult, ConnectorCase, FaultPlan, Side, Timers
+from kvcover.real_backend.driver.harness import Children, drive
+from kvcover.real_backend.driver.processes import HOST, Child, Ports, ProcessDied, reserve_ports
+from kvcover.real_backend.driver.rank_faults import RankFaults
+from kvcover.real_backend.inside import scheduler
+from kvcover.real_backend.inside.device_rank import DeviceRank, prepare_device, suit
+from kvcover.real_backend.inside.rank import raised_by
+from kvcover.real_backend.inside.vllm_setup import ConfigFactory, describe, prepare
+from kvcover.real_backend.machine.trees import choose
+from kvcover.real_backend.tiers.report import to_result
+from kvcover.real_backend.tiers.translate import Job, refuse_unlike_layers, to_job
+from kvcover.sim.errors import InputError, TierError
+from kvcover.sim.scenario.scenario import build, load
+
+_START_LIMIT_S = 300.0
+_SIDES: tuple[Side, Side] = ("prefill", "decode")
+_REAL_TIMERS = Timers(transfer_s=30.0, defer_s=60.0, read_abort_s=60.0)
+_TEST_TIMERS = Timers(transfer_s=8.0, defer_s=10.0, read_abort_s=8.0)
+
+
+@dataclass(frozen=True, slots=True)
+class HostPorts(Ports):
+    """Ports of an engine on a host of its own."""
+
+    host: str = HOST
+
+    @property
+    def zmq_address(self) -> str:
+        return f"host:{self.host},handshake:{self.handshake},notify:{self.notify}"
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """Which rank of which engine a process is."""
+
+    side: Side
+    dp: int
+    tp: int
+
+
+def positions(case: ConnectorCase) -> list[Position]:
+    """Return who is who, by torchrun's rank."""
+    return [Position(side, dp, tp) for side in _SIDES for dp in range(case.engine(side).dp) for tp in range(case.engine(side).tp)]
+
+
+class Link(Child):
+    """A rank or a scheduler in another process, perhaps on another node, by its connections."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.pid = 0
+        self.planned_death = False
+        self.planned_stop = False
+
+    def close(self) -> None:
+        for part in ("steps", "questions"):
+            if hasattr(self, part):
+                getattr(self, part).close()
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send the process, which is on this node, a signal."""
+        os.kill(self.pid, number)
+
+    def _died(self) -> ProcessDied:
+        return ProcessDied(self.name, "closed its connection")
+
+
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """What all processes share: torchrun's store, and who this one is."""
+
+    store: Any
+    rank: int
+    size: int
+    local_rank: int
+
+    def tell(self, key: str, value: Any) -> None:
+        """Publish something."""
+        self.store.set(key, json.dumps(value))
+
+    def hear(self, key: str) -> Any:
+        """Wait for what another process publishes."""
+        return json.loads(self.store.get(key))
+
+
+def meet() -> Meeting:
+    """Join torchrun's rendezvous, and hide it from vLLM, whose worlds are smaller: one TP group each."""
+    torch: Any = importlib.import_module("torch")
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        raise TierError(
+            "kvcover.real_backend.tiers.torchrun",
+            "was not started by torchrun",
+            "torchrun --nproc-per-node N -m kvcover.real_backend.tiers.torchrun …",
+        )
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    store, rank, size = next(iter(torch.distributed.rendezvous("env://")))
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "ROLE_WORLD_SIZE"):
+        os.environ.pop(name, None)
+    return Meeting(torch.distributed.PrefixStore("kvcover", store), rank, size, local_rank)
+
+
+def own_host(test: bool) -> str:
+    """Return the address under which other nodes reach this one: `KVCOVER_HOST_IP`, else the one towards torchrun's master."""
+    if named := os.environ.get("KVCOVER_HOST_IP"):
+        return named
+    if test:
+        return HOST
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((os.environ.get("MASTER_ADDR", HOST), 9))
+        return str(probe.getsockname()[0])
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Body of every process; errors are one line, on the first rank."""
+    parser = argparse.ArgumentParser(
+        prog="kvcover.real_backend.tiers.torchrun", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("scenario", help="TOML or JSON file")
+    parser.add_argument("-o", "--output", type=Path, required=True, help="file for the result, written by the first rank")
+    parser.add_argument("--vllm", default="installed", help="release, path or installed; of this node")
+    parser.add_argument("--transport", choices=("rdma", "xgmi"), default="rdma", help="what MoRI moves bytes by")
+    parser.add_argument("--loopback-test", action="store_true", help="test this body on CPU memory: proves nothing of hardware")
+    options = parser.parse_args(arguments)
+    meeting = meet()
+    try:
+        _be_rank(options, meeting)
+    except InputError as error:
+        if meeting.rank == 0:
+            options.output.write_text(json.dumps({"error": [error.place, error.problem, error.hint]}))
+        print(f"kvcover: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _be_rank(options: argparse.Namespace, meeting: Meeting) -> None:
+    scenario = build(load(options.scenario))
+    job = to_job(scenario)
+    refuse_unlike_layers(job)
+    usual = _TEST_TIMERS if options.loopback_test else _REAL_TIMERS
+    given = job.case.timers
+    timers = replace(given, transfer_s=given.transfer_s or usual.transfer_s, defer_s=given.defer_s or usual.defer_s)
+    case = replace(job.case, timers=replace(timers, read_abort_s=max(given.read_abort_s, usual.read_abort_s)))
+    _check_faults(case)
+    if meeting.size != case.ranks:
+        raise TierError("torchrun", f"{meeting.size} processes for {case.ranks} ranks", f"start {case.ranks} in all")
+    mine = positions(case)[meeting.rank]
+    test = options.loopback_test
+    host = own_host(test)
+    tree = choose(options.vllm, scenario.release, scenario.release)[0]
+    with ExitStack() as stack, tempfile.TemporaryDirectory(prefix="kvcover-") as work:
+        ports = _agree_on_ports(meeting, case, mine, host, stack)
+        if test:
+            prepare(tree.path, case.timers.read_abort_s)
+        else:
+            prepare_device(tree.path, case.timers.read_abort_s, host)
+        config = ConfigFactory(Path(work) / "models").engine(case, mine.side, mine.dp, ports[mine.side])
+        device = "cpu" if test else _device(meeting.local_rank)
+        suit(config, host, options.transport, device.partition(":")[0])
+        about = describe(tree.path) | {
+            "mori": "loopback" if test else _mori(options.transport),
+            "device": _name(device),
+            "host": host,
+        }
+        meeting.tell(f"about/{meeting.rank}", about)
+        for_ranks = _share_book(meeting, case, Path(work) / "book")
+        leader = None
+        if meeting.rank == 0:
+            listener = Listener((host, 0), authkey=_new_key(meeting))
+            meeting.tell("listener", [host, listener.address[1]])
+            leader = threading.Thread(
+                target=_lead, args=(options, meeting, job, case, ports, Path(work), listener), daemon=True, name="leader"
+            )
+            leader.start()
+        _serve(meeting, for_ranks, config, mine, ports, device)
+        if leader is not None:
+            leader.join()
+
+
+def _check_faults(case: ConnectorCase) -> None:
+    """Raise TierError for a fault that would end torchrun, or the first rank, which leads the run."""
+    for index, fault in enumerate(case.plan.faults):
+        if not isinstance(fault, EventFault):
+            continue
+        if fault.kind in ("crash-rank", "restart-rank", "late-rank"):
+            text = f"{fault.kind} is not on the hardware tier: torchrun ends all ranks when one is missing"
+            raise TierError(f"faults[{index}]", text, "use stall-rank, or --tier connector")
+        if fault.kind == "stall-rank" and fault.target == case.prefill.rank_name("prefill", 0, 0):
+            raise TierError(f"faults[{index}]", f"{fault.target} leads the run here", "stall another rank, or use --tier connector")
+
+
+def _share_book(meeting: Meeting, case: ConnectorCase, book: Path) -> ConnectorCase:
+    """What the ranks get: no faults if only the router has some, else the file in which all processes count them."""
+    if not case.plan.events:
+        return replace(case, plan=FaultPlan()).for_ranks(book)
+    hosts = {meeting.hear(f"host/{rank}") for rank in range(meeting.size)}
+    if len(hosts) > 1:
+        text = "faults of notices, transfers and ranks need all ranks on one node, where they can count them together"
+        raise TierError("faults", text, "use one node, or faults of the router's keys")
+    if meeting.rank == 0:
+        SharedInjector(case.plan.faults, book).close()  # there before anyone counts
+        meeting.tell("book", str(book))
+    return case.for_ranks(Path(meeting.hear("book")))
+
+
+def _agree_on_ports(meeting: Meeting, case: ConnectorCase, mine: Position, host: str, stack: ExitStack) -> dict[Side, Ports]:
+    """Let the first rank of each engine take ports on its host, and check that its other ranks are there too."""
+    meeting.tell(f"host/{meeting.rank}", host)
+    if mine.dp == mine.tp == 0:
+        found = stack.enter_context(reserve_ports())[_SIDES.index(mine.side)]
+        meeting.tell(f"ports/{mine.side}", [found.handshake, found.notify, found.http, host])
+    ports: dict[Side, Ports] = {side: HostPorts(*meeting.hear(f"ports/{side}")) for side in _SIDES}
+    for rank, position in enumerate(positions(case)):
+        there, wanted = meeting.hear(f"host/{rank}"), ports[position.side]
+        if isinstance(wanted, HostPorts) and there != wanted.host:
+            text = f"ranks of the {position.side} engine are on {wanted.host} and on {there}"
+            raise TierError("torchrun", text, "start all ranks of an engine on one node: a multiple of them each")
+    return ports
+
+
+def _device(local_rank: int) -> str:
+    torch: Any = importlib.import_module("torch")
+    count = int(torch.cuda.device_count())
+    if not count:
+        raise TierError("--tier hardware", "torch sees no GPU", "see `kvcover doctor --tier hardware`")
+    return f"cuda:{local_rank % count}"
+
+
+def _name(device: str) -> str:
+    return "cpu" if device == "cpu" else f"{device} {importlib.import_module('torch').cuda.get_device_name(device)}"
+
+
+def _mori(transport: str) -> str:
+    metadata = importlib.import_module("importlib.metadata")
+    try:
+        version = metadata.version("amd-mori")
+    except metadata.PackageNotFoundError:
+        version = "of unknown version"
+    return f"amd-mori {version} over {transport}"
+
+
+def _new_key(meeting: Meeting) -> bytes:
+    key = os.urandom(16)
+    meeting.tell("key", key.hex())
+    return key
+
+
+def _serve(meeting: Meeting, case: ConnectorCase, config: Any, mine: Position, ports: dict[Side, Ports], device: str) -> None:
+    """Be a rank, and its engine's scheduler if it is the first of it, until the leader lets go."""
+    host, port = meeting.hear("listener")
+    key = bytes.fromhex(meeting.hear("key"))
+
+    def connect(part: str) -> Connection:
+        pipe = Client((host, port), authkey=key)
+        pipe.send((meeting.rank, os.getpid(), part))
+        return pipe
+
+    steps, questions = connect("steps"), connect("questions")
+    scheduler = connect("scheduler") if mine.tp == 0 else None
+    try:
+        rank = DeviceRank(case, config, mine.tp, ports, meeting.store, device)
+    except Exception as error:
+        traceback.print_exc()
+        raised = raised_by(case.engine(mine.side).rank_name(mine.side, mine.dp, mine.tp), error)
+        for pipe in (steps, scheduler):
+            if pipe is not None:
+                pipe.send(raised)
+        with suppress(EOFError, OSError):
+            steps.recv()  # until the leader is done
+        return
+    if scheduler is not None:
+        threading.Thread(target=_schedule, args=(case, config, ports, scheduler), daemon=True).start()
+    threading.Thread(target=_answer, args=(rank, questions), daemon=True).start()
+    steps.send(None)
+    _answer(rank, steps)
+
+
+def _schedule(case: ConnectorCase, config: Any, ports: dict[Side, Ports], pipe: Connection) -> None:
+    with suppress(EOFError, OSError):
+        scheduler.serve(case, config, ports, pipe)
+
+
+def _answer(rank: DeviceRank, pipe: Connection) -> None:
+    with suppress(EOFError, OSError):
+        while True:
+            method, arguments = pipe.recv()
+            pipe.send(getattr(rank, method)(*arguments))
+
+
+def _lead(
+    options: argparse.Namespace,
+    meeting: Meeting,
+    job: Job,
+    case: ConnectorCase,
+    ports: dict[Side, Ports],
+    work: Path,
+    listener: Listener,
+) -> None:
+    """Play the router and the engines' loops, judge, and write the result whole or not at all."""
+    children = Children(ports, {}, {})
+    try:
+        _collect(case, children, listener)
+        seen = _drive(case, children, work / "book")
+        abouts = [meeting.hear(f"about/{rank}") for rank in range(meeting.size)]
+        text = _result(options, job, replace(job, case=case), seen, abouts)
+    except InputError as error:
+        text = json.dumps({"error": [error.place, error.problem, error.hint]})
+    except Exception as error:
+        text = json.dumps({"error": ["--tier hardware", f"the run failed: {type(error).__name__}: {error}", "report it"]})
+    partial = options.output.with_name(f".{options.output.name}.partial")
+    partial.write_text(text)
+    partial.replace(options.output)
+    for child in children.all():
+        child.close()
+
+
+def _collect(case: ConnectorCase, children: Children, listener: Listener) -> None:
+    """Take in every connection: two of each rank, and one more of each scheduler."""
+    who = positions(case)
+    on_one_node = bool(case.plan.events)  # else they are refused; see _share_book
+    links: dict[int, Link] = {}
+    for rank, position in enumerate(who):
+        size = case.engine(position.side)
+        links[rank] = Link(size.rank_name(position.side, position.dp, position.tp))
+        children.ranks.setdefault((position.side, position.dp), []).append(links[rank])
+    for side in _SIDES:
+        for dp in range(case.engine(side).dp):
+            children.schedulers[side, dp] = Link(f"{side} scheduler {dp}")
+    for _ in range(2 * len(who) + len(children.schedulers)):
+        pipe = listener.accept()
+        rank, pid, part = pipe.recv()
+        if part == "scheduler":
+            scheduler = children.schedulers[who[rank].side, who[rank].dp]
+            scheduler.steps = scheduler.questions = pipe
+        else:
+            setattr(links[rank], part, pipe)
+            if on_one_node:
+                links[rank].pid = pid
+
+
+def _drive(case: ConnectorCase, children: Children, path: Path) -> CaseResult:
+    started = time.monotonic()
+    book = SharedInjector(case.plan.faults, path)
+    return drive(case, children, RankFaults(case, book), book, _START_LIMIT_S, started)
+
+
+def _result(options: argparse.Namespace, job: Job, as_run: Job, seen: CaseResult, abouts: list[dict[str, Any]]) -> str:
+    infos = (abouts[0], abouts[-1])
+    trees = choose(options.vllm, job.scenario.release, job.scenario.release)
+    result = to_result(as_run, seen, trees, infos, options.vllm)
+    hosts = {about["host"]: sorted({each["device"] for each in abouts if each["host"] == about["host"]}) for about in abouts}
+    backend = {**getattr(result, "backend", {}), "mori": abouts[0]["mori"], "launcher": "torchrun", "hosts": hosts}
+    tier = "connector" if options.loopback_test else "hardware"
+    replay = result.replay.replace("--tier connector", f"--tier {tier}")
+    return msgspec.structs.replace(result, tier=tier, replay=replay, backend=backend).to_json()
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stdout.flush()
+    os._exit(code)  # the connector's threads never end

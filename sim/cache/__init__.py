@@ -1,0 +1,1 @@
+"""Which bytes are which cell: the geometry of caches, who holds which head, what landed where."""

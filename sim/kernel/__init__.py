@@ -1,0 +1,1 @@
+"""Virtual time, messages between ranks, and the history of a run."""

@@ -1,0 +1,1 @@
+"""The MoRI-IO connector, as both engines run it."""

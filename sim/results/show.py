@@ -1,0 +1,208 @@
+"""What people see: tables that fit 80 columns, where words and not only colours say what is good."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeVar
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+from kvcover.sim.results.result import GOOD, MEANING, OUTCOMES, RankCoverage, Result, summarize
+
+Item = TypeVar("Item")
+_STYLE = {"ok": "green", "refused": "cyan", "recomputed": "cyan", "failed": "yellow", "degraded": "yellow",
+          "leak": "yellow", "hang": "magenta", "crash": "red", "corrupt": "bold red", "vacuous": "reverse"}  # fmt: skip
+_MAX_RANK_ROWS = 16
+
+
+class _Plain(Console):
+    """A console that prints what it is given: names may hold `[…]`, and addresses `::`, which rich takes for markup."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(highlight=False, markup=False, emoji=False, **options)
+
+    def on_broken_pipe(self) -> None:
+        """As without rich: `kvcover.sim.cli` decides what a reader that went away means."""
+        raise BrokenPipeError
+
+
+def console() -> Console:
+    """Standard output; without colour and 80 columns wide when it is not a terminal."""
+    out = _Plain()
+    return out if out.is_terminal else _Plain(width=80, color_system=None)
+
+
+def progress(items: Sequence[Item], what: str) -> Iterator[Item]:
+    """Go through items with a bar on stderr, if that is a terminal."""
+    if not sys.stderr.isatty() or len(items) < 2:
+        yield from items
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        yield from bar.track(items, description=what)
+
+
+def fraction(value: float | None) -> str:
+    """A coverage as people read it: never 1.000 or 0.000 unless it is exactly that."""
+    if value is None:
+        return "–"
+    if value in (0.0, 1.0):
+        return f"{value:.1f}"
+    return f"{min(max(value, 0.001), 0.999):.3f}".rstrip("0")
+
+
+def outcome_text(outcome: str) -> Text:
+    """The word, coloured where colours can be seen."""
+    return Text(outcome, style=_STYLE[outcome])
+
+
+def hanging(mark: str, text: str) -> Table:
+    """A paragraph behind a mark; its further lines are indented as the first."""
+    grid = Table.grid()
+    grid.add_column(no_wrap=True)
+    grid.add_column(overflow="fold")
+    grid.add_row(Text(mark), Text(text))
+    return grid
+
+
+def show_matrix(results: list[Result]) -> None:
+    """One table a mode, prefill TP down, decode TP across, then the line that sums it up."""
+    out = console()
+    for mode in dict.fromkeys(result.mode for result in results):
+        _show_mode(out, [result for result in results if result.mode == mode])
+    worst = max((r.outcome for r in results if r.outcome in OUTCOMES), key=OUTCOMES.index, default="ok")
+    if any(r.outcome == "vacuous" for r in results):
+        out.print(f"vacuous: {MEANING['vacuous']}")
+    out.print(summarize(results).line)
+    if worst not in GOOD:
+        example = next(r for r in results if r.outcome == worst)
+        out.print(f"worst: {worst} ({MEANING[worst]}); see it with", soft_wrap=True)
+        out.print(f"  {example.replay}", soft_wrap=True)
+
+
+def matrix_markdown(results: list[Result]) -> str:
+    """The same as Markdown: one table a mode, what ran, and the line that sums it up."""
+    lines = []
+    for mode in dict.fromkeys(result.mode for result in results):
+        mine = [result for result in results if result.mode == mode]
+        first, columns = mine[0], list(dict.fromkeys(result.decode["tp"] for result in mine))
+        lines += [f"**{mode.upper()}**, vLLM {_releases(first)}, {first.model}, {first.tier} tier: coverage and outcome", ""]
+        lines += ["| P \\ D | " + " | ".join(f"TP{tp}" for tp in columns) + " |", "|---" * (len(columns) + 1) + "|"]
+        for prefill in dict.fromkeys(result.prefill["tp"] for result in mine):
+            row = [f"{fraction(r.coverage)} {r.outcome}" for r in mine if r.prefill["tp"] == prefill]
+            lines.append(f"| TP{prefill} | " + " | ".join(row) + " |")
+        lines.append("")
+    backend = results[0].backend
+    if backend:
+        trees = backend.get("prefill_vllm"), backend.get("decode_vllm")
+        lines.append(f"mori.io: {backend.get('mori')}; connector files: {_hashes(trees)}")
+    return "\n".join([*lines, summarize(results).line])
+
+
+def _hashes(trees: tuple[object, object]) -> str:
+    """The hash of each side's connector files, once if they are the same."""
+    found = dict.fromkeys(str(tree.get("connector_sha256")) for tree in trees if isinstance(tree, dict))
+    return ", ".join(found) or "unknown"
+
+
+def _show_mode(out: Console, results: list[Result]) -> None:
+    first = results[0]
+    columns = list(dict.fromkeys(result.decode["tp"] for result in results))
+    cells = {(result.prefill["tp"], result.decode["tp"]): result for result in results}
+    per_table = max(1, (min(out.width, 120) - 10) // 13)
+    for start in range(0, len(columns), per_table):
+        part = columns[start : start + per_table]
+        out.print(
+            f"{first.mode.upper()}, {_releases(first)}, {first.model}, {first.tier} tier: coverage and outcome",
+            soft_wrap=True,
+        )
+        table = Table()
+        table.add_column("P \\ D", no_wrap=True)
+        for decode in part:
+            table.add_column(f"TP{decode}", no_wrap=True)
+        for prefill in dict.fromkeys(result.prefill["tp"] for result in results):
+            row: list[Text] = [Text(f"TP{prefill}")]
+            for decode in part:
+                result = cells[prefill, decode]
+                row.append(Text(fraction(result.coverage) + "\n").append_text(outcome_text(result.outcome)))
+            table.add_row(*row, end_section=True)
+        out.print(table)
+
+
+def _releases(result: Result) -> str:
+    if result.decode_release == result.release:
+        return result.release
+    return f"{result.release} → {result.decode_release}"
+
+
+def show_result(result: Result) -> None:
+    """One run: the verdict, each rank, the sets, the findings with their causes, and how to run it again."""
+    out = console()
+    head = Text(f"{result.mode.upper()} {_engine('P', result.prefill)} → {_engine('D', result.decode)}, vLLM {_releases(result)}, "
+                f"{result.model}, {result.router}, {result.tier} tier\n")  # fmt: skip
+    head.append_text(outcome_text(result.outcome)).append(f": {MEANING[result.outcome]}\n")
+    went = any(check.name == "coverage-at-go" and check.verdict != "unknown" for check in result.checks)
+    at_go = f"coverage {fraction(result.coverage)} at go, " if went else "no go; coverage "
+    head.append(f"{at_go}{fraction(result.coverage_end)} at the end, "
+                f"wrong {fraction(result.wrong)}, stray cells {'unknown' if result.stray is None else result.stray}")  # fmt: skip
+    out.print(head)
+    out.print(_rank_table(result))
+    sets = result.sets
+    for name, members in (
+        ("needed", sets.needed), ("written", sets.written), ("told", sets.told),
+        ("prefill told", sets.prefill_told), ("prefill released", sets.prefill_released),
+    ):  # fmt: skip
+        out.print(f"{name:>16}: {_members(members)}")
+    for finding in result.findings:
+        out.print(hanging("- ", finding.text))
+        for cause in finding.causes:
+            out.print(hanging("    ← ", cause))
+    for fault in result.faults:
+        if not fault.fired:
+            out.print(Text(f"! {fault.fault} never fired", style="reverse"))
+    failed = [check.name for check in result.checks if check.verdict == "fail"]
+    unknown = [check.name for check in result.checks if check.verdict == "unknown"]
+    passed = len(result.checks) - len(failed) - len(unknown)
+    out.print(f"checks: {passed} passed, {len(failed)} failed{_names(failed)}, {len(unknown)} unknown{_names(unknown)}")
+    if result.digest:
+        out.print(f"digest {result.digest}, {result.events} events, {(result.virtual_ns or 0) / 1e6:g} ms of virtual time")
+    if result.backend:
+        timers = ", ".join(f"{name} {value:g} s" for name, value in (result.backend.get("timers_s") or {}).items())
+        out.print(f"mori.io: {result.backend.get('mori')}; the connector's timers: {timers or 'its own'}")
+    out.print("replay: " + result.replay, soft_wrap=True)
+
+
+def _engine(letter: str, size: dict[str, int]) -> str:
+    return f"{letter} TP{size['tp']}" + (f" DP{size['dp']}" if size["dp"] > 1 else "")
+
+
+def _names(names: list[str]) -> str:
+    return f" ({', '.join(names)})" if names else ""
+
+
+def _members(names: list[str] | None) -> str:
+    if names is None:
+        return "unknown"
+    if not names:
+        return "nobody"
+    return " ".join(names) if len(names) <= 16 else f"{' '.join(names[:16])} and {len(names) - 16} more"
+
+
+def _rank_table(result: Result) -> Table:
+    table = Table(show_edge=False, pad_edge=False)
+    for column in ("decode rank", "covered", "wrong", "missing", "told"):
+        table.add_column(column, justify="left" if column in ("decode rank", "told") else "right")
+    for rank in result.by_rank[:_MAX_RANK_ROWS]:
+        table.add_row(_rank_name(result, rank), fraction(rank.coverage), fraction(rank.wrong), fraction(rank.missing),
+                      {True: "yes", False: "no", None: "–"}[rank.told])  # fmt: skip
+    if len(result.by_rank) > _MAX_RANK_ROWS:
+        table.add_row(f"{len(result.by_rank) - _MAX_RANK_ROWS} more: --json")
+    return table
+
+
+def _rank_name(result: Result, rank: RankCoverage) -> str:
+    return f"D{rank.dp}.{rank.tp}" if result.decode["dp"] > 1 else f"D{rank.tp}"

@@ -1,0 +1,187 @@
+"""What real routers put into `kv_transfer_params`, as data recorded from the real programs.
+
+A value that starts with `$` is filled in at run time: `$transfer_id`, `$prefill.tp`, `$decode.dp`, …, and
+`$response.KEY`, which copies KEY from the prefill engine's answer when it is there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from kvcover.sim.errors import InputError, nearest
+
+Template = dict[str, Any]
+
+
+class Router(msgspec.Struct, frozen=True, kw_only=True):
+    """One router release: the legs it sends in each mode.
+
+    `forwards_response`: in READ the decode leg starts from everything that prefill answered.
+    `pins`: which legs get the other side's DP rank as `remote_dp_rank` when that side has several.
+    `decode_follows`: the decode leg goes to decode's DP rank of prefill's number when prefill has several; where decode
+    has fewer, its front end rejects the request.
+    `registration_expiry_s`: how long after its last heartbeat an instance is forgotten (None: never).
+    """
+
+    name: str
+    write_prefill: Template
+    write_decode: Template
+    read_prefill: Template
+    read_decode: Template
+    forwards_response: bool
+    pins: tuple[str, ...]
+    source: str
+    decode_follows: bool = False
+    registration_expiry_s: float | None = None
+
+    def legs(self, mode: str) -> tuple[Template, Template]:
+        if mode == "write":
+            return self.write_prefill, self.write_decode
+        return self.read_prefill, self.read_decode
+
+    def prefill_leg(self, mode: str, values: Mapping[str, Any]) -> dict[str, Any]:
+        """The prefill leg's params; `values` maps `$` names (without the `$`) to what they stand for."""
+        params = _fill(self.legs(mode)[0], values, {})
+        if f"{mode}_prefill" in self.pins and values["decode.dp"] > 1:
+            params["remote_dp_rank"] = values["decode.dp_rank"]
+        return params
+
+    def decode_leg(self, mode: str, values: Mapping[str, Any], response: Mapping[str, Any] | None) -> dict[str, Any]:
+        """The decode leg's params; in READ `response` is what the prefill engine answered."""
+        answered = response or {}
+        params = dict(answered) if self.forwards_response and mode == "read" else {}
+        params.update(_fill(self.legs(mode)[1], values, answered))
+        if f"{mode}_decode" in self.pins and values["prefill.dp"] > 1:
+            params["remote_dp_rank"] = values["prefill.dp_rank"]
+        return params
+
+
+def _fill(template: Template, values: Mapping[str, Any], response: Mapping[str, Any]) -> dict[str, Any]:
+    filled: dict[str, Any] = {}
+    for key, value in template.items():
+        if not isinstance(value, str) or not value.startswith("$"):
+            filled[key] = value
+        elif value.startswith("$response."):
+            if (name := value.removeprefix("$response.")) in response:
+                filled[key] = response[name]
+        else:
+            filled[key] = values[value[1:]]
+    return filled
+
+
+_TO_PREFILL: Template = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+}
+_TO_DECODE: Template = {"do_remote_decode": False, "do_remote_prefill": True}
+_NO_BLOCKS: Template = {"remote_engine_id": None, "remote_block_ids": None}
+_ANSWERED: Template = {
+    "remote_engine_id": "$response.remote_engine_id",
+    "remote_block_ids": "$response.remote_block_ids",
+    "transfer_id": "$response.transfer_id",
+}
+_D_SIZES: Template = {"remote_dp_size": "$decode.dp", "remote_tp_size": "$decode.tp"}
+_P_SIZES: Template = {"remote_dp_size": "$prefill.dp", "remote_tp_size": "$prefill.tp"}
+_ID: Template = {"transfer_id": "$transfer_id"}
+
+_TOY_025 = Router(
+    name="toy-proxy 0.25.1",
+    write_prefill=_TO_PREFILL | _ID | _D_SIZES,
+    write_decode=_TO_DECODE | _NO_BLOCKS | _ID | _P_SIZES,
+    read_prefill=_TO_PREFILL | _ID | _D_SIZES,
+    read_decode=_TO_DECODE | _ANSWERED | _P_SIZES,
+    forwards_response=False,
+    pins=("write_decode", "read_decode"),
+    source="moriio_toy_proxy_server.py of vLLM 0.24.0 and 0.25.1, recorded on loopback",
+)
+_TOY_027 = msgspec.structs.replace(
+    _TOY_025,
+    name="toy-proxy 0.27.0",
+    source="moriio_toy_proxy_server.py of vLLM 0.26.0 and 0.27.0, recorded on loopback",
+)
+_TOY_030 = msgspec.structs.replace(
+    _TOY_025,
+    name="toy-proxy 0.30.0",
+    decode_follows=True,
+    source="moriio_toy_proxy_server.py of vLLM 0.28.0 to 0.30.0, recorded on loopback",
+)
+_TOY_033 = msgspec.structs.replace(
+    _TOY_025,
+    name="toy-proxy 0.33.0",
+    decode_follows=True,
+    read_decode=_TOY_025.read_decode | {"tp_size": "$response.tp_size"},
+    source="moriio_toy_proxy_server.py of vLLM 0.31.0 to 0.33.0, recorded on loopback",
+)
+_VLLM_016 = Router(
+    name="vllm-router 0.1.16",
+    write_prefill=_TO_PREFILL | _ID | {"remote_dp_size": 1, "remote_tp_size": "$decode.tp"},
+    write_decode=_TO_DECODE | _NO_BLOCKS | _ID | {"remote_dp_size": 1, "remote_tp_size": "$prefill.tp"},
+    read_prefill=_TO_PREFILL | _ID | {"remote_dp_size": 1},
+    read_decode={"remote_dp_size": 1},
+    forwards_response=True,
+    pins=(),
+    registration_expiry_s=5.0,
+    source="vllm-router 0.1.16 from PyPI, recorded on loopback: it ignores the registered DP size",
+)
+_VLLM_015 = msgspec.structs.replace(
+    _VLLM_016,
+    name="vllm-router 0.1.15",
+    write_prefill=_VLLM_016.write_prefill | {"remote_tp_size": 1},
+    write_decode=_VLLM_016.write_decode | {"remote_tp_size": 1},
+    source="vllm-router 0.1.15 from PyPI, recorded on loopback: it sends remote_tp_size 1 whatever registered",
+)
+_VLLM_017 = msgspec.structs.replace(
+    _VLLM_016,
+    name="vllm-router 0.1.17",
+    write_prefill=_TO_PREFILL | _ID | _D_SIZES,
+    write_decode=_TO_DECODE | _NO_BLOCKS | _ID | _P_SIZES,
+    read_prefill=_TO_PREFILL | _ID | {"remote_dp_size": "$decode.dp"},
+    read_decode={"remote_dp_size": "$prefill.dp"},
+    pins=("write_prefill", "write_decode"),
+    source="vllm-router 0.1.17 from PyPI, recorded on loopback",
+)
+
+_WIDE_EP = msgspec.structs.replace(
+    _TOY_033,
+    name="wide-ep",
+    decode_follows=False,
+    write_prefill=_TOY_033.write_prefill | {"remote_dp_size_local": "$decode.dp_local", "remote_hosts": "$decode.hosts"},
+    write_decode=_TOY_033.write_decode
+    | {
+        "remote_dp_rank": "$prefill.dp_rank",
+        "remote_dp_rank_override": True,
+        "remote_dp_size_local": "$prefill.dp_local",
+        "remote_hosts": "$prefill.hosts",
+    },
+    source="not recorded: the toy proxy's legs and the pod keys that the connector of 0.28+ reads (llm-d-router#1564)",
+)
+
+ROUTERS: dict[str, Router] = {
+    r.name: r for r in (_TOY_025, _TOY_027, _TOY_030, _TOY_033, _VLLM_015, _VLLM_016, _VLLM_017, _WIDE_EP)
+}
+TOY_PROXY = "toy-proxy"
+_TOY_OF_RELEASE = {
+    "0.24.0": _TOY_025,
+    "0.25.1": _TOY_025,
+    "0.26.0": _TOY_027,
+    "0.27.0": _TOY_027,
+    "0.28.0": _TOY_030,
+    "0.29.0": _TOY_030,
+    "0.30.0": _TOY_030,
+    "reference": _TOY_027,  # the newest that sends no request to a DP rank that isn't there
+}
+
+
+def get_router(name: str, prefill_release: str) -> Router:
+    """The router of that name; `toy-proxy` alone is the one that came with prefill's vLLM release."""
+    if name == TOY_PROXY:
+        return _TOY_OF_RELEASE.get(prefill_release, _TOY_033)
+    router = ROUTERS.get(name)
+    if router is None:
+        raise InputError("router", f"no router {name!r}", nearest(name, [TOY_PROXY, *ROUTERS]))
+    return router

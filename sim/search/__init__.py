@@ -1,0 +1,1 @@
+"""Many runs: matrices, the corpus, swarms, grids, shrinking."""

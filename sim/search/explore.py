@@ -1,0 +1,360 @@
+"""Exploration: scenarios and fault plans drawn from seeds, or every single fault of a small scenario; failures in groups.
+
+A seed switches on a random subset of FEATURES (a swarm: what is left out matters as much as what is in), and each of
+them draws its options from a random stream of its own. What comes out is plain scenario data, so every failure is a
+file that `kvcover replay` runs again. The work is cut in chunks, and one digest over all results does not depend on
+where the cuts are, nor on who ran them.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import hashlib
+import json
+import math
+import re
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor, Future
+from typing import Any, TypeVar
+
+import msgspec
+import numpy as np
+
+from kvcover.sim.errors import InputError
+from kvcover.sim.results.result import GOOD, OUTCOMES, Result
+from kvcover.sim.scenario.scenario import Scenario
+from kvcover.sim.scenario.setup import resolve
+from kvcover.sim.search.grid import faults_of, side_of, sizes_of
+from kvcover.sim.search.shrink import Draft, shrink
+from kvcover.sim.search.swarm import Swarm
+from kvcover.sim.simulate import run_world
+
+Item = TypeVar("Item")
+Rng = np.random.Generator
+CHUNK_SEEDS = 50
+
+
+# -- running -----------------------------------------------------------------------------------------------------
+
+
+class SeedJob(msgspec.Struct, frozen=True, kw_only=True, tag="seeds"):
+    """Some seeds of a swarm."""
+
+    swarm: Swarm
+    first: int
+    count: int
+
+    def drafts(self, fit: Callable[[Draft], None] = lambda draft: None) -> Iterator[tuple[str, Callable[[], Draft]]]:
+        """A name for each draft, and how to make it; a tier's `fit` rounds what is drawn."""
+        for seed in range(self.first, self.first + self.count):
+            yield f"seed {seed}", functools.partial(self.swarm.draft, seed, fit)
+
+
+class GridJob(msgspec.Struct, frozen=True, kw_only=True, tag="grid"):
+    """A scenario alone, and with each of its faults."""
+
+    draft: dict[str, Any]
+    name: str
+
+    def drafts(self) -> Iterator[tuple[str, Callable[[], Draft]]]:
+        """As SeedJob.drafts."""
+        yield f"{self.name}, no fault", lambda: self.draft
+        try:
+            faults = faults_of(self.draft)
+        except InputError:
+            return  # said by the draft alone
+        planned = self.draft.get("faults", [])
+        for fault in faults:
+            yield f"{self.name}, {fault}", functools.partial(dict, self.draft, faults=[*planned, fault])
+
+
+Job = SeedJob | GridJob
+
+
+class Signature(msgspec.Struct, frozen=True, order=True):
+    """What makes two failures the same: `release` says also whether decode ran another one."""
+
+    outcome: str
+    release: str
+    mode: str
+    kinds: tuple[str, ...]
+
+
+class Group(msgspec.Struct):
+    """Failures of one signature and shape: how many, and the smallest of them.
+
+    Two bugs may look alike in what they find, so groups are told apart by shape too until they are shrunk or shown.
+    """
+
+    signature: Signature
+    shape: tuple[str, ...]
+    count: int
+    size: tuple[int, ...]
+    name: str
+    draft: dict[str, Any]
+
+    def merge(self, other: Group) -> None:
+        """Count another group in, and keep the smaller example."""
+        self.count += other.count
+        if other.size < self.size:
+            self.shape, self.size, self.name, self.draft = other.shape, other.size, other.name, other.draft
+
+
+class Report(msgspec.Struct):
+    """What came of a chunk, or of all of them. `digests` are 16 bytes a run, in order."""
+
+    outcomes: dict[str, int] = {}
+    groups: list[Group] = []
+    digests: bytes = b""
+    invalid: str = ""
+
+
+def good(scenario: Scenario, result: Result) -> bool:
+    """Whether a run is a pass: its outcome is good and, where it is `ok`, so is every check.
+
+    The reference owes more when nothing is done to it: `ok` or `refused`, unless a request asks for no KV.
+    """
+    if result.outcome == "ok":
+        return all(check.verdict != "fail" for check in result.checks)
+    releases = {result.release, result.decode_release}
+    if releases != {"reference"} or scenario.faults or scenario.overrides:
+        return result.outcome in GOOD
+    without = any(request.plain or request.external_zero for request in resolve(scenario).requests)
+    return result.outcome == "refused" or (without and result.outcome == "recomputed")
+
+
+def signature_of(result: Result) -> Signature:
+    """What a failure is told by."""
+    kinds = sorted({finding.kind for finding in result.findings})
+    if result.outcome == "ok":
+        kinds += [check.name for check in result.checks if check.verdict == "fail"]
+    skew = "" if result.decode_release == result.release else " → other"
+    return Signature(result.outcome, result.release + skew, result.mode, tuple(kinds))
+
+
+def group_of(signature: Signature, name: str, draft: Draft) -> Group:
+    """A group of one."""
+    return Group(signature, _shape(draft), 1, _size(draft), name, draft)
+
+
+_HEAD = re.compile(r"[^:]+:[^=@#,]*")
+
+
+def _shape(draft: Mapping[str, Any]) -> tuple[str, ...]:
+    """What a draft is about: the faults without their details, which way TP sizes go, who has several DP ranks."""
+    heads = {match[0] for fault in draft.get("faults", ()) if (match := _HEAD.match(str(fault)))}
+    (prefill, decode), dps = sizes_of(draft, "tp"), sizes_of(draft, "dp")
+    way = "fan-in" if prefill > decode else "fan-out" if prefill < decode else "equal" if prefill > 1 else "single"
+    return (*sorted(heads), way, *(f"{name}.dp" for name, dp in zip(("prefill", "decode"), dps, strict=True) if dp > 1))
+
+
+def _size(draft: Mapping[str, Any]) -> tuple[int, ...]:
+    """How much there is to read in a draft; ties go to the lower seed."""
+    (ptp, dtp), (pdp, ddp) = sizes_of(draft, "tp"), sizes_of(draft, "dp")
+    requests = draft.get("requests", 1)
+    return (
+        len(draft.get("faults", ())) + len(draft.get("overrides", ())),
+        requests if isinstance(requests, int) else len(requests),
+        ptp * pdp + dtp * ddp,
+        len(json.dumps(draft)),
+        draft.get("seed", 0),
+    )
+
+
+def _run_one(draft: Draft) -> tuple[str, Signature | None, str]:
+    """Outcome, signature if that is a failure, and digest of one draft; raises InputError if it makes no sense."""
+    try:
+        scenario = msgspec.convert(draft, Scenario, strict=True)
+    except msgspec.ValidationError as error:
+        raise InputError("draft", str(error)) from None
+    try:
+        result = run_world(resolve(scenario))[0]
+    except InputError:
+        raise
+    except Exception as error:
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        kind = f"{type(error).__name__} at {where.name}"
+        return "error", Signature("error", scenario.release, scenario.mode, (kind,)), kind
+    failed = result.outcome != "vacuous" and not good(scenario, result)
+    return result.outcome, signature_of(result) if failed else None, result.digest or ""
+
+
+def work(job: bytes) -> bytes:
+    """Run a job in whatever process this is; both sides are msgpack, so that little travels."""
+    report = Report()
+    groups: Groups = {}
+    digests = []
+    for name, make in msgspec.msgpack.decode(job, type=Job).drafts():
+        try:
+            draft = make()
+            outcome, signature, digest = _run_one(draft)
+        except InputError as error:
+            outcome, signature, digest = "invalid", None, str(error)
+            report.invalid = report.invalid or f"{name}: {error}"
+        report.outcomes[outcome] = report.outcomes.get(outcome, 0) + 1
+        digests.append(hashlib.blake2b(f"{outcome} {signature} {digest}".encode(), digest_size=16).digest())
+        if signature is not None:
+            _add(groups, group_of(signature, name, draft))
+    report.groups, report.digests = list(groups.values()), b"".join(digests)
+    return msgspec.msgpack.encode(report)
+
+
+Groups = dict[tuple[Signature, tuple[str, ...]], Group]
+
+
+def _add(groups: Groups, group: Group) -> None:
+    known = groups.setdefault((group.signature, group.shape), group)
+    if known is not group:
+        known.merge(group)
+
+
+class Summary(msgspec.Struct):
+    """Everything that was explored so far."""
+
+    runs: int = 0
+    outcomes: dict[str, int] = {}
+    groups: Groups = {}
+    shrunk: bool = False
+    invalid: str = ""
+    digest: str = ""
+    seconds: float = 0.0
+    stopped: bool = False
+    skipped: dict[str, int] = {}
+    """On a real tier: why drafts could not be run there, and how many."""
+    varied: int = 0
+    """On a real tier: runs that differed from the model, and agreed when they were run again."""
+
+    def add(self, group: Group) -> None:
+        """Count failures in."""
+        _add(self.groups, group)
+
+    @property
+    def failures(self) -> int:
+        return sum(group.count for group in self.groups.values())
+
+    def ranked(self) -> list[Group]:
+        """Groups, the worst outcome first, the commonest of an outcome first; by signature alone unless they are shrunk."""
+        groups = self.groups
+        if not self.shrunk:
+            groups = {}
+            for group in self.groups.values():
+                alone = groups.setdefault((group.signature, ()), msgspec.structs.replace(group, count=0))
+                alone.merge(group)
+        order = {outcome: -rank for rank, outcome in enumerate((*OUTCOMES, "error", "differs"))}
+        return sorted(groups.values(), key=lambda g: (order[g.signature.outcome], -g.count, g.signature, g.shape))
+
+
+def seed_jobs(swarm: Swarm, first: int, count: int, chunk: int = CHUNK_SEEDS) -> Iterator[SeedJob]:
+    """All seeds, in chunks."""
+    for start in range(first, first + count, chunk):
+        yield SeedJob(swarm=swarm, first=start, count=min(chunk, first + count - start))
+
+
+def grid_jobs(data: Mapping[str, Any], pairs: Iterable[tuple[int, int]], modes: Iterable[str]) -> Iterator[GridJob]:
+    """One job a mode and pairing of TP sizes."""
+    sizes = list(pairs)
+    for mode in modes:
+        for prefill, decode in sizes:
+            draft = copy.deepcopy(dict(data)) | {"mode": mode}
+            side_of(draft, "prefill")["tp"], side_of(draft, "decode")["tp"] = prefill, decode
+            yield GridJob(draft=draft, name=f"{mode} P{prefill}→D{decode}")
+
+
+def explore(
+    jobs: Iterable[Job],
+    executor: Executor | None = None,
+    in_flight: int = 1,
+    budget_s: float = math.inf,
+    tick: Callable[[Summary], None] = lambda summary: None,
+) -> Summary:
+    """Run all jobs, or those that begin within the budget; the summary depends only on which jobs have run."""
+    started, digest, summary = time.perf_counter(), hashlib.blake2b(digest_size=16), Summary()
+    for encoded in _results(jobs, executor, in_flight, started + budget_s, summary):
+        report = msgspec.msgpack.decode(encoded, type=Report)
+        digest.update(report.digests)
+        summary.runs += len(report.digests) // 16
+        summary.invalid = summary.invalid or report.invalid
+        for outcome, count in report.outcomes.items():
+            summary.outcomes[outcome] = summary.outcomes.get(outcome, 0) + count
+        for group in report.groups:
+            summary.add(group)
+        summary.seconds = time.perf_counter() - started
+        tick(summary)
+    summary.digest = digest.hexdigest()
+    return summary
+
+
+def _results(jobs: Iterable[Job], executor: Executor | None, in_flight: int, deadline: float, summary: Summary) -> Iterator[bytes]:
+    """What `work` makes of each job, in their order; with an executor, a few at a time are ahead."""
+    waiting: deque[Future[bytes]] = deque()
+    for job in jobs:
+        if time.perf_counter() > deadline:
+            summary.stopped = True
+            break
+        encoded = msgspec.msgpack.encode(job)
+        if executor is None:
+            yield work(encoded)
+            continue
+        waiting.append(executor.submit(work, encoded))
+        if len(waiting) > in_flight:
+            yield waiting.popleft().result()
+    while waiting:
+        yield waiting.popleft().result()
+
+
+# -- what is kept of a failure -----------------------------------------------------------------------------------
+
+
+def shrink_groups(summary: Summary, executor: Executor | None = None) -> None:
+    """Shrink every example; groups whose examples are now of one signature and shape become one."""
+    encoded = [msgspec.msgpack.encode(group) for group in summary.groups.values()]
+    summary.groups, summary.shrunk = {}, True
+    for small in (map if executor is None else executor.map)(_shrink_one, encoded):
+        summary.add(msgspec.msgpack.decode(small, type=Group))
+
+
+def _shrink_one(encoded: bytes) -> bytes:
+    group = msgspec.msgpack.decode(encoded, type=Group)
+    draft = shrink(group.draft)
+    small = group_of(_run_one(draft)[1] or group.signature, group.name, draft)
+    small.count = group.count
+    return msgspec.msgpack.encode(small)
+
+
+def example_text(group: Group) -> str:
+    """A failure as a scenario file: what to expect in the file, what it was and its digest in comments before it."""
+    head = [f"# {group.name}: {group.signature.outcome}, {', '.join(group.signature.kinds)}; {group.count} runs alike"]
+    draft = dict(group.draft)
+    if group.signature.outcome != "error":
+        result = run_world(resolve(msgspec.convert(draft, Scenario)))[0]
+        head.append(f"# digest {result.digest}")
+        draft["expect"] = {"outcome": result.outcome, "coverage": result.coverage}
+    return file_text(head, draft)
+
+
+def file_text(head: Sequence[str], draft: Draft) -> str:
+    """A scenario file: comments, then the draft's fields."""
+    return "\n".join([*head, *(f"{name} = {_toml(value)}" for name, value in draft.items())]) + "\n"
+
+
+def _toml(value: Any) -> str:
+    """A value in TOML, where strings are as in JSON and tables stand in one line."""
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{name} = {_toml(inner)}" for name, inner in value.items()) + "}"
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(map(_toml, value)) + "]"
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    return json.dumps(value)
+
+
+def stored_digest(text: str) -> str | None:
+    """The digest in a scenario file's comments."""
+    for line in text.splitlines():
+        if line.startswith("# digest "):
+            return line.removeprefix("# digest ").strip()
+    return None

@@ -1,0 +1,219 @@
+"""Exploration on a real tier: the same drafts, run there and on the model, so that each says when the other is wrong.
+
+A real run has real time in it, so no digest can cover what it found; what was drawn, and what the model says of it, is the
+same in every run.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import itertools
+import math
+import re
+import shlex
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import msgspec
+
+from kvcover.sim.errors import InputError, TierError
+from kvcover.sim.releases.records import RELEASES
+from kvcover.sim.results.agreement import differences, view
+from kvcover.sim.results.result import Result
+from kvcover.sim.scenario.scenario import Scenario, Timing, build
+from kvcover.sim.search.explore import Group, Job, SeedJob, Signature, Summary, file_text, good, group_of, signature_of
+from kvcover.sim.search.shrink import Draft
+from kvcover.sim.search.swarm import pin
+from kvcover.sim.simulate import replay_line, run
+
+DIFFERS = "differs"
+BATCH = 40
+_MORE_RUNS = 2
+_ORDERS = range(3)  # seeds that decide which of several things of one instant comes first
+_NUMBERS = re.compile(r"\d+")
+
+
+class RealTier(Protocol):
+    """What a tier that can be explored offers besides being called.
+
+    `features` are those of the swarm whose draws it can run, `pins` fields that every draft has; `fit` rounds what was drawn.
+    """
+
+    @property
+    def features(self) -> tuple[str, ...]: ...
+
+    @property
+    def pins(self) -> Mapping[str, Any]: ...
+
+    def fit(self, draft: Draft) -> None: ...
+
+    def check(self, scenario: Scenario, vllm: str | None = None) -> None: ...
+
+    def attempt(self, scenarios: Sequence[Scenario], vllm: str | None = None) -> Sequence[Result | TierError]: ...
+
+
+def pinned(tier: RealTier, pins: Mapping[str, Any], vllm: str | None) -> dict[str, Any]:
+    """What the tier pins, with `pins` over it; the release is the one that `--vllm` names."""
+    own = copy.deepcopy(dict(tier.pins))
+    pin(own, pins)
+    names = (vllm or "").split(",")
+    for field, name in zip(("release", "decode_release"), (names[0], names[-1]), strict=True):
+        if (name in RELEASES and names[0] != name) or (field == "release" and name in RELEASES):
+            own.setdefault(field, name)
+    return own
+
+
+def drafts_of(tier: RealTier, jobs: Iterable[Job]) -> Iterator[tuple[str, Callable[[], Draft]]]:
+    """All drafts of all jobs, by name; what seeds draw is made to fit, what a person wrote is not."""
+    for job in jobs:
+        yield from job.drafts(tier.fit) if isinstance(job, SeedJob) else job.drafts()
+
+
+class _Run(msgspec.Struct):
+    """One draft on its way: `differ` is empty once some real run has said what the model says."""
+
+    name: str
+    draft: Draft
+    scenario: Scenario
+    real: Result | None = None
+    differ: dict[str, list[Any]] = {}
+
+
+def explore_tier(
+    tier: RealTier,
+    drafts: Iterable[tuple[str, Callable[[], Draft]]],
+    vllm: str | None = None,
+    budget_s: float = math.inf,
+    tick: Callable[[Summary], None] = lambda summary: None,
+) -> Summary:
+    """Run drafts in batches, or those batches that begin within the budget.
+
+    What the tier can't run is in `skipped`, by reason. A run that differs from the model is run again, as a busy machine can
+    look like a timeout: it is a failure of outcome `differs` if it differs each time, else counted in `varied`.
+    """
+    started, digest, summary = time.perf_counter(), hashlib.blake2b(digest_size=16), Summary()
+    source = iter(drafts)
+    while batch := list(itertools.islice(source, BATCH)):
+        if time.perf_counter() > started + budget_s:
+            summary.stopped = True
+            break
+        runs = list(_runnable(tier, batch, vllm, summary))
+        _attempt(tier, runs, vllm, summary)
+        for _ in range(_MORE_RUNS):
+            _repeat(tier, [each for each in runs if each.differ], vllm, summary)
+        for each in runs:
+            digest.update(_tell(each, summary))
+        summary.seconds = time.perf_counter() - started
+        tick(summary)
+    summary.digest = digest.hexdigest()
+    return summary
+
+
+def _runnable(
+    tier: RealTier, batch: Sequence[tuple[str, Callable[[], Draft]]], vllm: str | None, summary: Summary
+) -> Iterator[_Run]:
+    for name, make in batch:
+        summary.runs += 1
+        try:
+            draft = make()
+            scenario = build(draft)
+            tier.check(scenario, vllm)
+        except TierError as error:
+            _skip(summary, error)
+        except InputError as error:
+            summary.outcomes["invalid"] = summary.outcomes.get("invalid", 0) + 1
+            summary.invalid = summary.invalid or f"{name}: {error}"
+        else:
+            yield _Run(name, draft, scenario)
+
+
+def _skip(summary: Summary, error: TierError) -> None:
+    """Count a draft that was not run; reasons that differ in numbers only are one."""
+    reason = f"{error.place}: {error.problem}"
+    if error.place != "--vllm":  # a name that the user gave, the same for all drafts
+        reason = _NUMBERS.sub("N", reason)
+    summary.outcomes["skipped"] = summary.outcomes.get("skipped", 0) + 1
+    summary.skipped[reason] = summary.skipped.get(reason, 0) + 1
+
+
+def _attempt(tier: RealTier, runs: list[_Run], vllm: str | None, summary: Summary) -> None:
+    if not runs:
+        return
+    for each, result in zip(runs, tier.attempt([each.scenario for each in runs], vllm), strict=True):
+        if isinstance(result, TierError):
+            _skip(summary, result)
+            continue
+        each.real = result
+        each.differ = against_model(result)
+
+
+def _repeat(tier: RealTier, runs: list[_Run], vllm: str | None, summary: Summary) -> None:
+    """Run again what differs, and believe the run that agrees."""
+    if not runs:
+        return
+    for each, result in zip(runs, tier.attempt([each.scenario for each in runs], vllm), strict=True):
+        if isinstance(result, Result) and not against_model(result):
+            each.real, each.differ = result, {}
+            summary.varied += 1
+
+
+def against_model(real: Result) -> dict[str, list[Any]]:
+    """[model, real] for each field in which the model says something else of what was really run.
+
+    A handshake and the layers of a forward race, and so do requests that come at once; a real tier says nothing of how fast
+    they are or which comes first. So the model may be right with handshakes as long as a layer, or with some that take no
+    time, and with one of a few orders.
+    """
+    race: Mapping[str, Any] = (real.backend or {}).get("race") or {}
+    assert real.scenario is not None
+    scenario = build(real.scenario)
+    found: dict[str, list[Any]] = {}
+    for timing, seed in itertools.product((scenario.timing, Timing(handshake_ns=0)), (scenario.seed, *_ORDERS)):
+        model = run(msgspec.structs.replace(scenario, timing=timing, seed=seed))
+        differ = differences(view(model), view(real), tuple(race.get("omit", ())), tuple(race.get("instead", ())))
+        if not differ:
+            return {}
+        found = found or differ
+    return found
+
+
+def _tell(each: _Run, summary: Summary) -> bytes:
+    """Count a run and group it if it is a failure; what of it is the same in every exploration."""
+    real = each.real
+    if real is not None:
+        outcome = DIFFERS if each.differ else real.outcome
+        summary.outcomes[outcome] = summary.outcomes.get(outcome, 0) + 1
+        if each.differ:
+            summary.add(group_of(_difference(real, each.differ), each.name, {**each.draft, "expect": _expect(real)}))
+        elif real.outcome != "vacuous" and not good(each.scenario, real):
+            summary.add(group_of(signature_of(real), each.name, {**each.draft, "expect": _expect(real)}))
+    return msgspec.json.encode([each.name, each.draft, run(each.scenario).digest])
+
+
+def _expect(real: Result) -> dict[str, Any]:
+    """What every real run of the scenario should say again."""
+    race: Mapping[str, Any] = (real.backend or {}).get("race") or {}
+    return {name: getattr(real, name) for name in ("outcome", "coverage") if name not in race.get("omit", ())}
+
+
+def again(group: Group, file: str | None, tier: str, vllm: str | None) -> str:
+    """The command that runs a failure on the tier again, and exits with 1 if something else comes of it."""
+    line = shlex.join(["kvcover", "run", file]) if file else replay_line(build(group.draft))
+    return f"{line} --tier {tier}" + (f" --vllm {shlex.quote(vllm)}" if vllm else "")
+
+
+def tier_example_text(group: Group, tier: str, vllm: str | None) -> str:
+    """A failure as a scenario file that expects what the real run gave."""
+    head = [
+        f"# {group.name}: {group.signature.outcome}, {', '.join(group.signature.kinds)}; {group.count} runs alike",
+        f"# seen on the {tier} tier: {again(group, 'THIS-FILE', tier, vllm)}",
+    ]
+    return file_text(head, group.draft)
+
+
+def _difference(real: Result, differ: Mapping[str, list[Any]]) -> Signature:
+    told = [f"{field}: model {model}, {real.tier} {found}" if field == "outcome" else field
+            for field, (model, found) in differ.items()]  # fmt: skip
+    return msgspec.structs.replace(signature_of(real), outcome=DIFFERS, kinds=tuple(told))

@@ -1,0 +1,57 @@
+"""The findings in docs/findings.md: on the model, by release, and on the real connector where trees are at hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvcover import build, load, run
+
+FOLDER = Path(__file__).parents[2] / "docs" / "findings"
+
+
+def scenario(name: str, **fields: Any) -> dict[str, Any]:
+    return {**load(FOLDER / f"{name}.toml"), **fields}
+
+
+@pytest.mark.parametrize("path", sorted(FOLDER.glob("*.toml")), ids=lambda path: str(path.stem))
+def test_the_model_shows_it(path: Path) -> None:
+    built = build(load(path))
+    result = run(built)
+    assert built.expect is not None
+    assert built.expect.by_rank is not None
+    assert (result.outcome, result.coverage) == (built.expect.outcome, built.expect.coverage)
+    assert [rank.coverage for rank in result.by_rank] == list(built.expect.by_rank)
+
+
+@pytest.mark.parametrize(("ms", "by_rank", "outcome"), [
+    (2500, [1.0, 1.0], "degraded"),  # in the second round, in time for both layers
+    (3500, [1.0, 0.5], "corrupt"),  # in time for the second layer only
+    (4500, [1.0, 0.0], "hang"),  # too late for both
+])  # fmt: skip
+def test_the_window_of_a_late_handshake(ms: int, by_rank: list[float], outcome: str) -> None:
+    """Closed form: with L layers and a timeout T the second round lasts from L·T to 2·L·T after the dial."""
+    result = run(build(scenario("late-handshake", faults=[f"late-rank:D1,ms={ms}"])))
+    assert [rank.coverage for rank in result.by_rank] == by_rank
+    assert result.outcome == outcome
+
+
+def test_a_read_that_is_put_off_is_named() -> None:
+    result = run(build(scenario("one-read-a-step")))
+    assert [finding.text for finding in result.findings if finding.kind == "read-put-off"] == [
+        "request 1 ran without its KV: its step had handshakes, and read for another one"
+    ]
+
+
+def test_a_way_out_of_the_late_handshake() -> None:
+    overrides = {"sealing": "every_layer", "write_failure": "write_failed"}
+    assert run(build(scenario("late-handshake", overrides=overrides))).outcome == "failed"
+
+
+@pytest.mark.parametrize(("release", "outcome"), [("0.27.0", "crash"), ("0.32.0", "crash"), ("0.33.0", "corrupt")])
+def test_the_guard_is_asked_up_to_0_32(release: str, outcome: str) -> None:
+    assert run(build(scenario("guard-and-pools", release=release))).outcome == outcome
+    equal = scenario("guard-and-pools", release=release, decode={"tp": 4, "num_blocks": 16})
+    assert run(build(equal)).outcome == "crash"

@@ -1,0 +1,111 @@
+"""`kvcover confirm` and `kvcover compare`."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvcover import build, run
+from kvcover.real_backend.evidence.compare import compare, read_result
+from kvcover.real_backend.evidence.confirm import CONFIRMED, INCONCLUSIVE, NOT_CONFIRMED, confirm
+from kvcover.sim.errors import InputError
+from tests.real.test_connector_tier import needs
+
+MLA = {"model": "layers=2,mla=64+16"}
+
+
+def sides(prefill: int, decode: int, **more: Any) -> dict[str, Any]:
+    return {**MLA, "prefill": {"tp": prefill}, "decode": {"tp": decode}, **more}
+
+
+@pytest.mark.parametrize("tier", ["model", pytest.param("connector", marks=pytest.mark.vllm)])
+@pytest.mark.parametrize(
+    ("prefill", "decode", "verdict", "reason"),
+    [(8, 8, CONFIRMED, "corrupt with coverage 0.125"), (4, 8, NOT_CONFIRMED, "0.27.0 is hang with coverage 0.5")],
+)
+def test_the_public_fix_and_the_public_claim(tier: str, prefill: int, decode: int, verdict: str, reason: str) -> None:
+    if tier == "connector":
+        needs("0.26.0", "0.27.0")
+    done = confirm(sides(prefill, decode), "0.26.0", "0.27.0", tier)
+    assert done.verdict == verdict
+    assert reason in done.reason
+    assert done.before.scenario is not None and done.after.scenario is not None
+    assert done.before.scenario["router"] == done.after.scenario["router"]
+
+
+def test_good_before_is_not_confirmed() -> None:
+    done = confirm(sides(2, 2), "0.27.0", "0.33.0", "model")
+    assert (done.verdict, "nothing to repair" in done.reason) == (NOT_CONFIRMED, True)
+
+
+def test_a_fault_that_never_fires_is_inconclusive() -> None:
+    done = confirm(sides(8, 8, faults=["drop:no_such_key"]), "0.26.0", "0.27.0", "model")
+    assert (done.verdict, "never fired" in done.reason) == (INCONCLUSIVE, True)
+
+
+def test_the_hash_is_of_the_scenario_alone() -> None:
+    first = confirm(sides(8, 8), "0.26.0", "0.27.0", "model")
+    assert first.sha256 == confirm(sides(8, 8), "0.25.1", "0.33.0", "model").sha256 or first.scenario["router"] != "toy-proxy"
+    assert first.sha256 != confirm(sides(4, 8), "0.26.0", "0.27.0", "model").sha256
+
+
+@pytest.mark.parametrize("data", [{"expect": {"outcome": "ok"}}, {"model": "nothing"}])
+def test_bad_input_is_an_error(data: dict[str, Any]) -> None:
+    with pytest.raises(InputError):
+        confirm(data, "0.26.0", "0.27.0", "model")
+
+
+def command(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "kvcover", *words], capture_output=True, text=True, timeout=120)
+
+
+def test_the_command_writes_evidence_and_exits_by_verdict(tmp_path: Path) -> None:
+    file = tmp_path / "evidence.json"
+    words = ["--before", "0.26.0", "--after", "0.27.0", "--decode", "tp=8", "--model", MLA["model"], "-o", str(file)]
+    done = command("confirm", *words, "--prefill", "tp=8")
+    assert (done.returncode, done.stdout.split(":")[0]) == (0, CONFIRMED)
+    evidence = json.loads(file.read_text())
+    assert {"scenario", "scenario_sha256", "tier", "environment", "before", "after", "verdict"} <= set(evidence)
+    assert {"kvcover", "python", "kernel", "torch", "rocm", "gpus", "nics"} <= set(evidence["environment"])
+    assert evidence["before"]["result"]["outcome"] == "corrupt"
+    assert command("confirm", *words, "--prefill", "tp=4").returncode == 1
+    assert command("confirm", *words, "--prefill", "tp=4", "--release", "0.27.0").returncode == 2
+
+
+@pytest.mark.vllm
+def test_evidence_of_the_connector_tier_names_what_ran(tmp_path: Path) -> None:
+    needs("0.26.0", "0.27.0")
+    file = tmp_path / "evidence.json"
+    done = command("confirm", "--before", "0.26.0", "--after", "0.27.0", "--tier", "connector", "--prefill", "tp=2", "--decode", "tp=2",
+                   "--model", MLA["model"], "-o", str(file))  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+    evidence = json.loads(file.read_text())
+    ran = [evidence[when]["vllm"]["prefill"] for when in ("before", "after")]
+    assert evidence["mori"] == "loopback"
+    assert [each["vllm"] for each in ran] == ["0.26.0", "0.27.0"]
+    assert ran[0]["connector_sha256"] != ran[1]["connector_sha256"]
+    assert str(Path.home()) not in file.read_text()
+
+
+def test_compare_marks_what_differs(tmp_path: Path) -> None:
+    results = [run(build(sides(2, decode))).to_dict() for decode in (2, 4)]
+    assert not [line for line in compare(results[0], results[0]) if line.differs]
+    assert {"decode", "needed"} <= {line.name for line in compare(*results) if line.differs}
+    files = [tmp_path / f"{index}.json" for index in range(2)]
+    for file, result in zip(files, results, strict=True):
+        file.write_text(json.dumps(result))
+    done = command("compare", *map(str, files), "--check")
+    assert done.returncode == 1 and "≠ decode" in done.stdout
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"schema": 1}', "{}\n{}"])
+def test_what_is_no_result_is_refused(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "x.json"
+    file.write_text(text)
+    with pytest.raises(InputError):
+        read_result(str(file))

@@ -1,0 +1,214 @@
+"""The hardware tier's rank body, run by torchrun on CPU memory over the loopback; and the tier itself, which refuses that.
+
+Not run on MI300 yet: what is real there and not here is named in docs/loopback.md.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from kvcover.real_backend.driver.case import ConnectorCase, EngineSize, ModelShape
+from kvcover.real_backend.inside.cells import Cells
+from kvcover.real_backend.inside.device_rank import record_posts
+from kvcover.real_backend.machine.doctor import Line
+from kvcover.real_backend.tiers import hardware
+from kvcover.real_backend.tiers.hardware import hardware_tier, launch, read_result, transport
+from kvcover.sim.errors import TierError
+from kvcover.sim.results.result import Result
+from kvcover.sim.scenario.scenario import Scenario, build
+
+LIMIT_S = 300.0
+NO_GPU = not os.path.exists("/dev/kfd")
+
+
+def scenario(release: str, **changes: Any) -> Scenario:
+    return build(
+        {"release": release, "model": "layers=2,mla=64+16", "prefill": {"tp": 2}, "decode": {"tp": 2}, "fabric": "loopback"}
+        | changes
+    )
+
+
+def coverage(result: Result) -> list[float | None]:
+    return [rank.coverage for rank in result.by_rank]
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("release", "changes", "expected", "outcome"),
+    [
+        ("0.33.0", {}, [1.0, 1.0], "ok"),
+        ("0.26.0", {}, [1.0, 0.0], "corrupt"),
+        ("0.33.0", {"mode": "read", "model": "layers=2,kv_heads=8,head_dim=8"}, [1.0, 1.0], "ok"),
+        ("0.27.0", {"prefill": {"tp": 1}, "decode": {"tp": 2}}, [1.0, 0.0], "hang"),
+    ],
+)
+def test_the_body_under_torchrun_sees_what_the_connector_tier_sees(
+    trees: Path, release: str, changes: dict[str, Any], expected: list[float], outcome: str
+) -> None:
+    if not (trees / release).is_dir():
+        pytest.skip(f"NOT RUN: no tree of vLLM {release} in KVCOVER_TREES")
+    result = launch(scenario(release, **changes), release, ("--loopback-test",), LIMIT_S)
+    assert (coverage(result), result.outcome) == (expected, outcome)
+    backend = getattr(result, "backend", {})
+    assert (result.tier, backend["mori"], backend["launcher"]) == ("connector", "loopback", "torchrun")
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fault", "expected", "outcome", "fired"),
+    [
+        ("drop:remote_tp_size@prefill", [1.0, 1.0], "ok", 1),  # 0.33.0 fills in its own TP size
+        ("drop-notice:write_done,to=D1", [1.0, 1.0], "hang", 1),
+        ("early-completion:write,ms=300", [0.0, 0.0], "corrupt", 4),
+        ("stall-rank:P1,ms=0,for=200", [1.0, 1.0], "ok", 1),
+    ],
+)
+def test_a_fault_of_each_class_acts_under_torchrun(
+    trees: Path, fault: str, expected: list[float], outcome: str, fired: int
+) -> None:
+    if not (trees / "0.33.0").is_dir():
+        pytest.skip("NOT RUN: no tree of vLLM 0.33.0 in KVCOVER_TREES")
+    result = launch(scenario("0.33.0", faults=[fault]), "0.33.0", ("--loopback-test",), LIMIT_S)
+    assert (coverage(result), result.outcome) == (expected, outcome)
+    assert [each.fired for each in result.faults] == [fired]
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_two_nodes_of_torchrun_meet(trees: Path, tmp_path: Path) -> None:
+    """Two agents, one with prefill's ranks and one with decode's, as on two machines."""
+    if not (trees / "0.33.0").is_dir():
+        pytest.skip("NOT RUN: no tree of vLLM 0.33.0 in KVCOVER_TREES")
+    given, written = tmp_path / "scenario.json", tmp_path / "result.json"
+    given.write_bytes(msgspec.json.encode(scenario("0.33.0")))
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "2"]
+    command += ["--master-addr", "127.0.0.1", "--master-port", str(port)]
+    body = ["-m", "kvcover.real_backend.tiers.torchrun", str(given), "-o", str(written), "--vllm", "0.33.0", "--loopback-test"]
+    agents = [
+        subprocess.Popen([*command, "--node-rank", str(node), *body], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        for node in range(2)
+    ]
+    try:
+        assert [agent.wait(LIMIT_S) for agent in agents] == [0, 0]
+    finally:
+        for agent in agents:
+            agent.terminate()
+    assert coverage(read_result(written)) == [1.0, 1.0]
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_a_wrong_number_of_processes_is_one_line(trees: Path, tmp_path: Path) -> None:
+    given, written = tmp_path / "scenario.json", tmp_path / "result.json"
+    given.write_bytes(msgspec.json.encode(scenario("0.33.0")))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]
+    command += ["-m", "kvcover.real_backend.tiers.torchrun", str(given), "-o", str(written), "--vllm", "0.33.0", "--loopback-test"]
+    subprocess.run(command, capture_output=True, timeout=LIMIT_S, check=False)
+    with pytest.raises(TierError, match="1 processes for 4 ranks; start 4 in all"):
+        read_result(written)
+
+
+@pytest.mark.skipif(not NO_GPU, reason="there is an AMD GPU")
+def test_without_the_hardware_the_tier_says_what_is_missing_and_runs_nothing_else() -> None:
+    command = [sys.executable, "-m", "kvcover", "run", "--tier", "hardware", "--prefill", "tp=2", "--decode", "tp=2"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert len(done.stderr.splitlines()) == 1
+    assert "--tier hardware: can't run here: " in done.stderr
+    assert "GPU (no AMD GPU)" in done.stderr
+
+
+def test_the_tier_names_every_missing_thing(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = [Line("RDMA", "missing", "no link", "…", ("hardware",)), Line("mori", "unknown", "which?", "…", ("hardware",))]
+    monkeypatch.setattr(hardware, "examine", lambda _place: lines)
+    with pytest.raises(TierError, match=r"RDMA \(no link\); mori \(which\?\)"):
+        hardware_tier(scenario("0.33.0"))
+
+
+def test_the_transport_is_rdma_or_xgmi(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert transport() == "rdma"
+    monkeypatch.setenv("KVCOVER_TRANSPORT", "xgmi")
+    assert transport() == "xgmi"
+    monkeypatch.setenv("KVCOVER_TRANSPORT", "tcp")
+    with pytest.raises(TierError, match="use rdma or xgmi"):
+        transport()
+
+
+def test_the_first_ranks_are_prefill_s() -> None:
+    pytest.importorskip("torch", reason="NOT RUN: needs the connector extra")
+    from kvcover.real_backend.tiers.torchrun import positions
+
+    case = ConnectorCase("write", ModelShape(2), EngineSize(2), EngineSize(1, dp=2), ())
+    assert [(each.side, each.dp, each.tp) for each in positions(case)] == [
+        ("prefill", 0, 0),
+        ("prefill", 0, 1),
+        ("decode", 0, 0),
+        ("decode", 1, 0),
+    ]
+
+
+@pytest.mark.parametrize("model", [ModelShape(2), ModelShape(2, kv_heads=4)], ids=str)
+def test_cells_on_a_device_are_graded_as_on_the_host(model: ModelShape) -> None:
+    torch = pytest.importorskip("torch", reason="NOT RUN: needs the connector extra")
+    from kvcover.real_backend.inside.device_cells import DeviceCells
+
+    heads = model.owned_heads(0, 2)
+    host, device = Cells(model, 4, 8, heads), DeviceCells(model, 4, 8, heads)
+    flat = np.zeros(model.planes * 6 * 4 * len(heads) * model.width, dtype=np.int32)
+    memory = [flat, flat.copy()]
+    views = [host.view(each, 6) for each in memory]
+    tensors = [device.view(torch.from_numpy(each), 6) for each in memory]
+    device.fill(tensors[0], 0, 1, (4, 2))
+    host.fill(views[1], 1, 1, (4, 2))
+    views[0][0, 4, 1] += 1  # wrong
+    views[1][:, 2] = 0  # missing
+    views[1][-1, 5, 3, 0, 1] = 7  # stray
+    for blocks in ((4, 2), (2, 4)):
+        graded = host.grade(views, 1, blocks, {4, 2})
+        assert device.grade(tensors, 1, blocks, {4, 2}) == graded
+        assert device.foreign(tensors, 0, blocks) == host.foreign(views, 0, blocks) > 0
+    assert graded.stray == 1
+    right = host.grade(views, 1, (4, 2), None)
+    assert 0 < right.covered < 1 and right.wrong > 0 and right.missing > 0
+
+
+def test_what_is_posted_on_the_real_library_is_noted() -> None:
+    class Session:
+        def batch_write(self, *args: Any) -> str:
+            return f"status of {len(args)}"
+
+        def alive(self) -> bool:
+            return True
+
+    class Engine:
+        posted: list[Any]
+
+        def create_session(self, local: Any, remote: Any) -> Session | None:
+            return Session() if local else None
+
+    record_posts(SimpleNamespace(IOEngine=Engine))
+    record_posts(SimpleNamespace(IOEngine=Engine))  # once is enough
+    engine, remote = Engine(), SimpleNamespace(data=1000, engine_key="decode:h:1:tp0:dp0")
+    assert engine.create_session(None, remote) is None
+    session = engine.create_session("local", remote)
+    assert session is not None and session.alive()
+    assert session.batch_write([0, 8], [16, 32], [8, 8], 1) == "status of 4"
+    (batch,) = Engine.posted
+    assert (batch.kind, batch.remote_engine, batch.nbytes) == ("write", "decode:h:1:tp0:dp0", 16)
+    assert batch.remote_ranges == ((1016, 8), (1032, 8))

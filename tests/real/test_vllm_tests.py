@@ -1,0 +1,69 @@
+"""`kvcover vllm-tests`: what it counts, and that vLLM's own tests pass over the loopback."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from kvcover.real_backend.machine import vllm_tests
+from kvcover.real_backend.machine.vllm_tests import find_tests, find_tree, run_tests
+from kvcover.sim.errors import InputError, TierError
+
+REPORT = """<?xml version="1.0"?><testsuites><testsuite name="pytest" tests="5" time="2.5">
+<testcase classname="tests.v1.kv_connector.unit.test_moriio_a" name="test_one[x.y]" time="0.1"/>
+<testcase classname="tests.v1.kv_connector.unit.test_moriio_a.TestB" name="test_two"><failure message="assert 1
+== 2">long</failure></testcase>
+<testcase classname="tests.v1.kv_connector.unit.test_moriio_a" name="test_three">
+<skipped type="pytest.skip" message="needs aiter">/x/test_moriio_a.py:3: needs aiter</skipped></testcase>
+<testcase classname="" name="tests.v1.kv_connector.unit.test_moriio_b">
+<skipped message="collection skipped">('/x/test_moriio_b.py', 21, "Skipped: only on ROCm's image")</skipped></testcase>
+<testcase classname="" name="tests.v1.kv_connector.unit.test_moriio_c"><error message="collection failure">x</error></testcase>
+</testsuite></testsuites>"""
+
+
+def test_passed_failed_and_skipped_are_counted_by_file_with_their_reasons(tmp_path: Path) -> None:
+    (tmp_path / "report.xml").write_text(REPORT)
+    files = [Path(f"tests/v1/kv_connector/unit/test_moriio_{letter}.py") for letter in "abcd"]
+    report = vllm_tests._read("0.33.0", tmp_path / "report.xml", files)
+    counts = {count.file.removeprefix("test_moriio_"): (count.passed, count.failed, count.skipped) for count in report.files}
+    assert counts == {"a": (1, 1, 1), "b": (0, 0, 1), "c": (0, 1, 0), "d": (0, 0, 0)}
+    assert [report.total(field) for field in ("passed", "failed", "skipped")] == [1, 2, 2]
+    assert report.reasons == {"needs aiter": 1, "only on ROCm's image": 1}
+    assert report.failures[0] == "test_moriio_a::test_two: assert 1 == 2"
+    assert report.seconds == 2.5
+
+
+def test_a_checkout_has_its_own_tests_and_only_those_about_moriio_run(tmp_path: Path) -> None:
+    unit = tmp_path / "tests/v1/kv_connector/unit"
+    unit.mkdir(parents=True)
+    (unit / "test_moriio_x.py").write_text("# MoRIIO")
+    (unit / "test_nixl.py").write_text("# nothing of it")
+    assert find_tests("0.33.0", tmp_path) == tmp_path
+    assert [path.name for path in vllm_tests.moriio_files(tmp_path)] == ["test_moriio_x.py"]
+
+
+def test_an_unknown_release_and_a_tree_without_the_connector_are_one_line_each(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"did you mean '0\.33\.0'"):
+        find_tree("0.33.9", None)
+    with pytest.raises(TierError, match="holds no vllm/"):
+        run_tests("0.33.0", tmp_path)
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+@pytest.mark.parametrize(("release", "at_least"), [("0.27.0", 49), ("0.33.0", 632)])
+def test_vllm_s_own_tests_pass_over_the_loopback(release: str, at_least: int) -> None:
+    pytest.importorskip("torch", reason="NOT RUN: needs the connector extra")
+    folder = os.environ.get("KVCOVER_TREES")
+    if not folder or not (Path(folder) / release).is_dir():
+        pytest.skip(f"NOT RUN: no tree of vLLM {release} in KVCOVER_TREES")
+    try:
+        report = run_tests(release, Path(folder) / release)
+    except TierError as error:
+        if "pip can't fetch" in str(error):
+            pytest.skip(f"NOT RUN: {error}")
+        raise
+    assert report.failures == ()
+    assert report.total("passed") >= at_least

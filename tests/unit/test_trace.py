@@ -1,0 +1,80 @@
+"""`kvcover run --trace`: the timeline says what the history says, in a format that trace viewers read."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvcover import build, resolve, run_world
+from kvcover.sim.results.trace import trace
+
+SCENARIOS: dict[str, dict[str, Any]] = {
+    "write": {"release": "0.26.0", "prefill": {"tp": 2}, "decode": {"tp": 2}},
+    "read": {"release": "0.27.0", "mode": "read", "prefill": {"tp": 4}, "decode": {"tp": 2}},
+    "dp": {"release": "0.33.0", "prefill": {"dp": 2}, "decode": {"dp": 2}},
+    "hang": {"release": "0.27.0", "faults": ["drop-notice:write_done"]},
+}
+SMALL = {"model": "layers=2,mla=64+16", "prompt_tokens": 32}
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_every_event_is_one_instant_at_its_place_and_time(name: str) -> None:
+    world = run_world(resolve(build(SMALL | SCENARIOS[name])))[1]
+    entries = json.loads(trace(world))["traceEvents"]
+    threads = {(e["pid"], e["tid"]): e["args"]["name"] for e in entries if e["name"] == "thread_name"}
+    engines = {e["pid"]: e["args"]["name"].split()[0] for e in entries if e["name"] == "process_name"}
+    told: Counter[tuple[int, str, str, int]] = Counter()
+    for entry in entries:
+        if entry["ph"] == "i":
+            thread = threads[entry["pid"], entry["tid"]]
+            actor = engines[entry["pid"]] if thread in ("scheduler", "legs") else thread
+            told[round(entry.get("ts", 0.0) * 1000), entry["name"], actor, entry["args"].get("request", -1)] += 1
+    assert told == Counter((row[0], row[1], row[2], row[4]) for row in world.history.rows)
+
+
+def test_spans_are_as_long_as_blocks_are_held() -> None:
+    world = run_world(resolve(build(SMALL | SCENARIOS["write"])))[1]
+    spans = {(e["pid"], e["name"]): (e.get("ts", 0.0), e["dur"]) for e in json.loads(trace(world))["traceEvents"] if e["ph"] == "X"}
+    at = {(e.kind, e.actor): e.time_ns / 1000 for e in world.history.events("allocated", "freed", "go")}
+    for pid, actor in ((1, "P"), (2, "D")):
+        start, held = spans[pid, "holds request 0"]
+        assert (start, start + held) == pytest.approx((at["allocated", actor], at["freed", actor]))
+    start, waited = spans[2, "waits for request 0"]
+    assert (start, start + waited) == pytest.approx((at["allocated", "D"], at["go", "D"]))
+
+
+def test_what_never_ends_says_so() -> None:
+    world = run_world(resolve(build(SMALL | SCENARIOS["hang"])))[1]
+    names = {entry["name"] for entry in json.loads(trace(world))["traceEvents"] if entry["ph"] == "X"}
+    assert "waits for request 0, for ever" in names
+
+
+def kvcover(*args: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "kvcover", "run", *args], capture_output=True, text=True, check=False)
+
+
+def test_the_option_writes_it_and_changes_nothing_else(tmp_path: Path) -> None:
+    plain, traced = kvcover("--json"), kvcover("--json", "--trace", str(tmp_path / "t.json"))
+    digests = [json.loads(done.stdout)["digest"] for done in (plain, traced)]
+    assert digests[0] == digests[1]
+    assert json.loads((tmp_path / "t.json").read_text())["traceEvents"]
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (("--trace", "/no/such/folder/t.json"), "--trace: can't write '/no/such/folder/t.json'"),
+        (("--trace", "t.json", "--tier", "connector"), "--trace: only the model tier"),
+        (("--trace", "t.json", "-o", "t.json"), "--trace: 't.json' is where -o writes"),
+    ],
+)
+def test_nonsense_is_refused(args: tuple[str, ...], said: str) -> None:
+    done = kvcover(*args)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert said in done.stderr
