@@ -134,8 +134,8 @@ def test_commands_and_their_options_exist(page: Path) -> None:
 @pytest.mark.vllm
 def test_functions_of_vllm_that_are_cited_are_there() -> None:
     sources: dict[str, str] = {}
-    for tree in trees.trees():
-        for path in sorted((tree.path / MORIIO_FOLDER).glob("*.py")):
+    for folder in (tree.path / MORIIO_FOLDER for tree in trees.trees() if tree.path is not None):
+        for path in sorted(folder.glob("*.py")):
             sources[path.name] = sources.get(path.name, "") + path.read_text(encoding="utf-8")
     if not sources:
         pytest.skip("NOT RUN: no vLLM source tree (`kvcover vllm add`)")
