@@ -101,6 +101,15 @@ def test_a_module_exists_and_holds_what_is_named(page: Path, name: str) -> None:
     assert parts[0] in dir(kvcover), name
 
 
+def test_every_room_is_on_the_map() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    rooms = [path.parent for top in ("sim", "real_backend") for path in (ROOT / top).glob("*/__init__.py")]
+    assert len(rooms) > 10
+    assert [
+        room.name for room in rooms if f"| `{room.relative_to(ROOT)}/" not in text and f", `{room.relative_to(ROOT)}/" not in text
+    ] == []
+
+
 def test_measured_rows_that_are_cited_were_measured() -> None:
     rows = {row["id"] for row in tomllib.loads((ROOT / "tests" / "data" / "measured.toml").read_text(encoding="utf-8"))["row"]}
     of_any = {row.partition("/")[2] for row in rows}
