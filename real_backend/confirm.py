@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from real_backend.environment import environment
+from real_backend.hardware import HardwareTier
 from real_backend.tier import ConnectorTier
 from sim.errors import InputError
 from sim.releases import ALIASES, RELEASES
@@ -104,6 +105,9 @@ def _run(scenarios: list[Scenario], vllms: list[str | None], tier: str) -> tuple
     if isinstance(run, ConnectorTier):
         first, second = run.many(scenarios, vllms=vllms)
         return first, second
+    if isinstance(run, HardwareTier):
+        for scenario, vllm in zip(scenarios, vllms, strict=True):
+            run.check(scenario, vllm)  # before minutes are spent on the first of them
     first, second = (run(scenario, vllm=vllm) for scenario, vllm in zip(scenarios, vllms, strict=True))
     return first, second
 

@@ -101,6 +101,11 @@ def tree_version(tree: Path) -> str | None:
     """Return the version that a source tree says it is; None for a working copy that doesn't."""
     for folder in sorted(tree.glob("vllm-*.dist-info")):
         return folder.name.removeprefix("vllm-").removesuffix(".dist-info").split("+")[0]
+    return version_file(tree)
+
+
+def version_file(tree: Path) -> str | None:
+    """Return the version in a tree's `vllm/_version.py`, which its build wrote; None if there is none."""
     version = tree / "vllm/_version.py"
     found = (
         re.search(r"""^(?:__version__ = )?version = ['"]([^'"]+)['"]""", version.read_text(), re.M) if version.exists() else None
