@@ -19,11 +19,11 @@ import pytest
 from real_backend.compare import compare, read_result
 from real_backend.confirm import CONFIRMED, INCONCLUSIVE, NOT_CONFIRMED, confirm, judge
 from real_backend.rank import what_is_broken
-from real_backend.trees import find
 from real_backend.vllm_setup import MORIIO_FOLDER
 from sim import build, run
 from sim.errors import InputError
 from sim.result import Finding
+from tests.linked_tree import linked_tree
 from tests.test_connector_tier import needs
 
 MLA = {"model": "layers=2,mla=64+16"}
@@ -139,23 +139,13 @@ def test_broken_code_is_inconclusive_on_either_side() -> None:
 
 
 def broken_tree(folder: Path, release: str, file: str, line: str) -> Path:
-    """A release whose connector has a name that is nowhere, above `line`; the rest of it are links."""
-    source = find(release).path
-    assert source is not None
-    here = folder / "tree"
-    parts = Path(MORIIO_FOLDER).parts
-    for depth in range(1, len(parts) + 1):
-        mine, theirs = here.joinpath(*parts[:depth]), source.joinpath(*parts[:depth])
-        mine.mkdir(parents=True, exist_ok=True)
-        for entry in theirs.iterdir():
-            if entry.name != "__pycache__" and (depth == len(parts) or entry.name != parts[depth]):
-                (mine / entry.name).symlink_to(entry)
-    code = (here / MORIIO_FOLDER / file).read_text()
+    """A release whose connector has a name that is nowhere, above `line`."""
+    tree = linked_tree(folder / "tree", release, f"{MORIIO_FOLDER}/{file}")
+    code = (tree / MORIIO_FOLDER / file).read_text()
     indent = line[: len(line) - len(line.lstrip())]
     assert code.count(line) == 1
-    (here / MORIIO_FOLDER / file).unlink()
-    (here / MORIIO_FOLDER / file).write_text(code.replace(line, f"{indent}no_such_name\n{line}"))
-    return here
+    (tree / MORIIO_FOLDER / file).write_text(code.replace(line, f"{indent}no_such_name\n{line}"))
+    return tree
 
 
 @pytest.mark.vllm
