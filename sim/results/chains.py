@@ -56,6 +56,11 @@ def fault_cause(fault: str) -> Cause:
     return Cause(fault, (Lever("fault", fault),))
 
 
+def key_cause(key: str, sent: Any, leg: str, truth: str) -> Cause:
+    """A key of a leg that says something else than what is."""
+    return Cause(f"`{key}` = {sent!r} was sent to {leg}, and {truth}", (Lever("key", key, leg),))
+
+
 def peer_tp_causes(release: ConnectorRelease, params: Mapping[str, Any], leg: str, field: str = "peer_tp") -> list[Cause]:
     """Why the peer's TP size was read from `leg` as it was."""
     policy = getattr(release, field)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from kvcover.faults import Fault, KeyFault
 from kvcover.sim.errors import nearest
 from kvcover.sim.kernel.events import Dial, Failed, FaultFired, Listener, Lost, Raised
-from kvcover.sim.results.chains import Cause, Found, Lever, fault_cause, misread, policy_cause
+from kvcover.sim.kernel.history import Event
+from kvcover.sim.results.chains import Cause, Found, fault_cause, key_cause, misread, policy_cause
 from kvcover.sim.results.outcome import intended_peers
 from kvcover.sim.results.record import Record
 from kvcover.sim.results.result import RankCoverage, Sets
@@ -30,14 +31,14 @@ def find(record: Record, ranks: list[RankCoverage], sets: Sets) -> list[Found]:
         *_task_failures(record),
         *_sealed_short(record),
         *_untold_prefill(record, sets),
-        *_told_without_data(record, ranks),
+        *_told_without_data(record, ranks, sets),
         *_never_told(record, ranks, sets),
         *_never_asked(record),
         *_put_off(record),
         *_used_early(record, ranks),
         *_wrong_content(record, ranks),
-        *_held(record),
     ]
+    findings += _held(record, bool(findings))
     return findings or [*_never_filled(record, ranks), *_request_failures(record)]
 
 
@@ -52,7 +53,7 @@ def _unfired(record: Record, fault: Fault) -> Found:
     else:
         cause = f"in this {mode} run nothing happened that the fault aims at"
     text = f"{fault} changed nothing: the run proves nothing about it"
-    return Found(kind="fault-not-fired", text=text, causes=[Cause(cause, (Lever("fault", str(fault)),))])
+    return Found(kind="fault-not-fired", text=text, causes=[Cause(cause)])
 
 
 def span(names: Iterable[str]) -> str:
@@ -81,6 +82,7 @@ def _wrong_dials(record: Record) -> list[Found]:
     side, me, peer = _initiator(record)
     wrong: dict[str, list[tuple[str, str]]] = defaultdict(list)
     requests: dict[str, int] = {}
+    all_meant: dict[str, bool] = {}
     peers = record.ranks()
     ports: dict[str, int] = {}
     for event, dial in record.history.having(Dial, "dialled"):
@@ -91,13 +93,16 @@ def _wrong_dials(record: Record) -> list[Found]:
         meant = span(peer.rank_name(dial.dp, tp) for tp in sorted(intended))
         wrong[event.peer].append((event.actor, meant))
         requests[event.peer] = event.request
+        all_meant[event.peer] = all_meant.get(event.peer, True) and dial.tp in intended
         ports.setdefault(event.peer, dial.port)
     findings = []
     for reached_name, pairs in wrong.items():
         actors = span(dict.fromkeys(actor for actor, _ in pairs))
         meant = span(dict.fromkeys(meant for _, meant in pairs))
         params = _leg(record, side, requests[reached_name])
-        causes = [*_map_causes(me, peer), *misread(me, peer, params)]
+        elsewhere = peers[reached_name][0].me is not peer
+        shared = Cause("both engines have ports of one range on one host")
+        causes = [shared] if elsewhere else _dial_causes(me, peer, params, all_meant[reached_name])
         findings.append(
             Found(
                 kind="wrong-peer",
@@ -108,11 +113,22 @@ def _wrong_dials(record: Record) -> list[Found]:
     return sorted(findings, key=lambda finding: finding.text)
 
 
-def _map_causes(me: Endpoint, peer: Endpoint) -> list[Cause]:
-    causes = [policy_cause(me.release, "write_map" if me.letter == "P" else "read_map")]
-    if peer.dp > 1:
-        causes.insert(0, policy_cause(me.release, "dial"))
-    return causes
+def _dial_causes(me: Endpoint, peer: Endpoint, params: Mapping[str, Any], meant: bool) -> list[Cause]:
+    """Why ranks dialled where they did: the map, unless they `meant` the right TP rank, the port's arithmetic, the sizes read."""
+    causes = [] if meant else [policy_cause(me.release, "write_map" if me.letter == "P" else "read_map")]
+    if meant and peer.dp > 1:
+        causes.append(policy_cause(me.release, "dial"))
+        if peer.tp > 1 and peer.release.ports == "dp_plus_tp":
+            causes.append(policy_cause(peer.release, "ports"))
+    if me.letter == "P":
+        causes += _dp_size_cause(me, peer, params)
+    return [*causes, *(misread(me, peer, params) if not meant or peer.dp > 1 else [])]
+
+
+def _dp_size_cause(me: Endpoint, peer: Endpoint, params: Mapping[str, Any]) -> list[Cause]:
+    """A DP size that is not the peer's, for which a rank dials too few ranks or too many."""
+    sent, leg = params.get("remote_dp_size", 1), "prefill" if me.letter == "P" else "decode"
+    return [] if sent == peer.dp else [key_cause("remote_dp_size", sent, leg, f"the peer has {peer.dp}")]
 
 
 def _dead_dials(record: Record) -> list[Found]:
@@ -126,7 +142,8 @@ def _dead_dials(record: Record) -> list[Found]:
     ports = span(dict.fromkeys(f"port {dial.port}" for _, dial in dead))
     effect = "which was bound only later; until then " if late else "which nobody bound; "
     effect += "a rank that dials it can't write" if record.mode == "write" else "the whole step waits for it"
-    causes = [] if late else [*_map_causes(me, peer), *misread(me, peer, _leg(record, side, first.request))]
+    meant = all(dial.tp in intended_peers(record.setup, record.ranks()[event.actor][1]) for event, dial in dead)
+    causes = [] if late else _dial_causes(me, peer, _leg(record, side, first.request), meant)
     return [
         Found(
             kind="dead-port",
@@ -145,11 +162,8 @@ def _refused_maps(record: Record) -> list[Found]:
         Found(
             kind="map-refused",
             text=f"{span(dict.fromkeys(e.actor for e in refused))} can't map itself onto decode: {refused[0].detail}",
-            causes=[
-                policy_cause(prefill.release, "unknown_tp_map"),
-                policy_cause(prefill.release, "write_map_error"),
-                *misread(prefill, decode, _leg(record, "prefill", refused[0].request)),
-            ],
+            causes=misread(prefill, decode, _leg(record, "prefill", refused[0].request))
+            or [policy_cause(prefill.release, "write_map")],
         )
     ]
 
@@ -177,10 +191,15 @@ def _crashes(record: Record) -> list[Found]:
         prefill, decode = record.setup.prefill, record.setup.decode
         leg, me, peer = ("prefill", prefill, decode) if event.actor[0] == "P" else ("decode", decode, prefill)
         causes = [fault_cause(raised.fault)] if raised.fault else _crash_causes(record, me, raised)
-        if event.request >= 0 or not causes:  # else it died before there was a leg
+        if raised.policy in _READS_SIZE and event.request >= 0:
             causes += misread(me, peer, _leg(record, leg, event.request))
+        causes = causes or _fired_at(record, "params")
         findings.append(Found(kind="crash", text=f"{event.actor} died: {raised}", causes=causes))
     return findings
+
+
+# What raises on the peer's TP size.
+_READS_SIZE = ("peer_tp", "read_guard", "read_map", "write_map", "write_map_error", "unknown_tp_map", "unknown_tp_guard", "states")
 
 
 def _crash_causes(record: Record, endpoint: Endpoint, raised: Raised) -> list[Cause]:
@@ -289,25 +308,54 @@ def _block_count(record: Record, side: str) -> int:
 
 def _task_failures(record: Record) -> list[Found]:
     grouped: dict[str, list[str]] = defaultdict(list)
-    requests, policies = {}, {}
+    causes: dict[str, list[Cause]] = {}
     for event in record.history.events("task_failed", "transfer_failed"):
         if event.actor not in grouped[event.detail]:
             grouped[event.detail].append(event.actor)
-        requests[event.detail] = event.request
-        known = event.fields.policy if isinstance(event.fields, Raised) else ""
-        policies[event.detail] = known or ("write_plan" if record.mode == "write" else "read_failure")
-    side, me, peer = _initiator(record)
+        causes[event.detail] = _failure_causes(record, event)
+    effect = "its blocks stay as they were"
+    if record.mode == "write":
+        effect = "the rank reports the transfer finished and tells decode nothing"
     return [
-        Found(
-            kind="transfer-failed",
-            text=f"{span(actors)}: {detail}; " + ("the rank reports the transfer finished and tells decode nothing"
-                                                   if record.mode == "write" else "its blocks stay as they were"),
-            causes=[*_unlike_caches(record), policy_cause(me.release, policies[detail]),
-                    *([_MODEL_HEADS] if record.geometry.mixed and record.mode == "write" else []),
-                    *misread(me, peer, _leg(record, side, requests[detail]))],
-        )
+        Found(kind="transfer-failed", text=f"{span(actors)}: {detail}; {effect}", causes=causes[detail])
         for detail, actors in grouped.items()
-    ]  # fmt: skip
+    ]
+
+
+def _failure_causes(record: Record, event: Event) -> list[Cause]:
+    """Why a batch failed: a planned fault, a peer that is gone, a queue without room, or addresses that don't fit."""
+    side, me, peer = _initiator(record)
+    fields = event.fields
+    causes: list[Cause] = []
+    assert isinstance(fields, Failed | Raised)
+    if isinstance(fields, Failed) and fields.source == "planned":
+        causes = _fired_at(record, "transfer")
+    elif isinstance(fields, Failed) and fields.source == "queue":
+        waits = record.mode == "read"
+        causes = [policy_cause(me.release, "sq_retry") if waits else Cause(_QUEUE.format(record.setup.scenario.rdma))]
+    elif isinstance(fields, Raised) and fields.error == "KeyError":  # no session to a DP rank that it never dialled
+        causes = _dp_size_cause(me, peer, _leg(record, side, event.request)) or _fired_at(record, "params")
+    elif isinstance(fields, Raised) or fields.source == "bounds":
+        field = (fields.policy or "write_pairing") if isinstance(fields, Raised) else "write_plan"
+        mixed = [_MODEL_HEADS] if record.geometry.mixed and record.mode == "write" else []
+        named = (
+            [policy_cause(me.release, field)] if record.mode == "write" or (isinstance(fields, Raised) and fields.policy) else []
+        )
+        causes = [*_unlike_caches(record), *named, *mixed, *misread(me, peer, _leg(record, side, event.request))]
+    if record.mode == "read" and me.release.read_failure == "garbage":
+        causes.append(policy_cause(me.release, "read_failure"))
+    return causes
+
+
+_QUEUE = (
+    "a send queue of {0.sq_depth} work requests on {0.queue_pairs} queue pairs has no room for the batch, and WRITE does not wait"
+)
+
+
+def _fired_at(record: Record, *points: str) -> list[Cause]:
+    """Planned faults that fired at some points; at all without."""
+    fired = [fired for _, fired in record.history.having(FaultFired, "fault_fired") if not points or fired.point in points]
+    return [fault_cause(fault) for fault in dict.fromkeys(fault.fault for fault in fired)]
 
 
 def _untold_prefill(record: Record, sets: Sets) -> list[Found]:
@@ -322,41 +370,62 @@ def _untold_prefill(record: Record, sets: Sets) -> list[Found]:
     if record.history.events("crashed") or not all(engine.started for engine in record.side("D")):
         return []
     if record.mode == "write":
-        params = _leg(record, "decode")
-        return [
-            Found(
-                kind="prefill-not-told",
-                text=f"{span(missing)} never learned decode's blocks",
-                causes=list(dict.fromkeys([
-                    policy_cause(decode.release, "blocks_ready_width"),
-                    *misread(decode, prefill, params, "blocks_ready_width"),
-                ])),
-            )
-        ]  # fmt: skip
+        text = f"{span(missing)} never learned decode's blocks"
+        return [Found(kind="prefill-not-told", text=text, causes=_unannounced(record, missing))]
     if any(course.at_go is None for course in record.courses):
         return []
     return [
         Found(
             kind="prefill-not-released",
             text=f"{span(missing)} never got a release, so prefill holds the blocks until its timer",
-            causes=[policy_cause(decode.release, "release_to"), *misread(decode, prefill, _leg(record, "decode"))],
+            causes=_unreleased(decode, prefill, _leg(record, "decode")) + _fired_at(record, "params"),
         )
     ]
 
 
-def _told_without_data(record: Record, ranks: list[RankCoverage]) -> list[Found]:
+def _unreleased(decode: Endpoint, prefill: Endpoint, params: Mapping[str, Any]) -> list[Cause]:
+    """Why decode's releases went elsewhere: the ranks that it means, the port, or the size that both hang on."""
+    release = decode.release
+    ported = prefill.dp > 1 and release.release_port == "tp"
+    wide = [] if prefill.tp == decode.tp else [policy_cause(release, "release_to")]
+    sized = release.release_to == "holders" or (release.release_port != "tp" and prefill.dp > 1)
+    return [*([policy_cause(release, "release_port")] if ported else wide), *(misread(decode, prefill, params) if sized else [])]
+
+
+def _unannounced(record: Record, missing: list[str]) -> list[Cause]:
+    """Why decode's announcement did not come: nobody made it, it was lost, or it went elsewhere."""
+    prefill, decode = record.setup.prefill, record.setup.decode
+    of = {dp: name for dp in range(prefill.dp) for tp in range(prefill.tp) if (name := prefill.rank_name(dp, tp)) in missing}
+    mine = [course for course in record.courses if course.prefill_dp in of and not course.aborted]
+    sent = {event.request for event in record.history.events("blocks_ready_sent")}
+    if faults := _fired_at(record, "notice", "router", "rank"):
+        return faults
+    if silent := [course for course in mine if course.index not in sent]:
+        gated = any(course.admitted and not course.request.external_zero for course in silent)
+        return [policy_cause(decode.release, "blocks_ready_gate")] if gated and decode.release.blocks_ready_gate != "none" else []
+    if keys := _fired_at(record, "params"):
+        return keys
+    for course in mine:
+        dp = _leg(record, "decode", course.index).get("remote_dp_rank", 0)
+        if dp != course.prefill_dp:
+            return [key_cause("remote_dp_rank", dp, "decode", f"prefill's leg went to {course.prefill_dp}")]
+    width = misread(decode, prefill, _leg(record, "decode", mine[0].index if mine else 0), "blocks_ready_width")
+    return list(dict.fromkeys([policy_cause(decode.release, "blocks_ready_width"), *width])) if width else []
+
+
+def _told_without_data(record: Record, ranks: list[RankCoverage], sets: Sets) -> list[Found]:
     decode = record.setup.decode
     empty = [decode.rank_name(r.dp, r.tp) for r in ranks if r.told and r.coverage is not None and r.coverage < 1]
     if not empty or record.mode == "read":
         return []
-    release = record.setup.prefill.release
+    release, unwritten = record.setup.prefill.release, set(empty) - set(sets.written)
     return [
         Found(
             kind="told-without-data",
             text=f"{span(empty)} {'was' if len(empty) == 1 else 'were'} told done with cells missing or wrong",
             causes=[
                 *([_MODEL_HEADS] if record.geometry.mixed else []),
-                policy_cause(release, "write_done_to"),
+                *([policy_cause(release, "write_done_to")] if release.write_done_to == "own_rank" and unwritten else []),
                 Cause("nothing checks who was written before saying done"),
             ],
         )
@@ -371,15 +440,27 @@ def _never_told(record: Record, ranks: list[RankCoverage], sets: Sets) -> list[F
     untold = [decode.rank_name(r.dp, r.tp) for r in ranks if r.dp in waiting and not r.told]
     if not untold:
         return []
-    release, history = record.setup.prefill.release, record.history
-    lost = [fired.fault for _, fired in history.having(FaultFired, "fault_fired") if fired.point == "notice"][:1]
-    causes = [fault_cause(fault) for fault in lost]
-    if history.events("expired"):
-        causes.append(policy_cause(release, "expiry"))
-    if history.events("write_done_sent"):
-        causes.append(policy_cause(release, "write_done_to"))
-    causes.append(policy_cause(decode.release, "decode_timer"))
+    causes = _untold_causes(record, sets, untold)
     return [Found(kind="never-told", text=f"{span(untold)} never heard that the blocks are complete", causes=causes)]
+
+
+def _untold_causes(record: Record, sets: Sets, untold: list[str]) -> list[Cause]:
+    """Why decode ranks wait: the message was lost, prefill gave up in silence, or nobody means them."""
+    prefill, decode = record.setup.prefill, record.setup.decode
+    heard = set(sets.prefill_told or ()) >= {
+        prefill.rank_name(c.prefill_dp, tp) for c in record.courses for tp in range(prefill.tp)
+    }
+    causes = [cause for cause in _fired_at(record, "notice") if not (heard and ":remote_blocks" in cause.text)][:1]
+    if record.history.events("expired") and prefill.release.expiry == "silent":
+        causes.append(policy_cause(prefill.release, "expiry"))
+    failed = record.history.events("task_failed", "transfer_failed")
+    if not (causes or failed) and record.history.events("write_done_sent") and not set(untold) <= set(sets.written):
+        params = _leg(record, "prefill")
+        unmapped = [policy_cause(prefill.release, "write_map")] if prefill.tp != decode.tp else []
+        causes += misread(prefill, decode, params) or _dp_size_cause(prefill, decode, params) or unmapped
+    if decode.release.decode_timer == "none" and not any(engine.crashed for engine in record.side("D")):
+        causes.append(policy_cause(decode.release, "decode_timer"))
+    return causes
 
 
 def _put_off(record: Record) -> list[Found]:
@@ -408,7 +489,8 @@ def _used_early(record: Record, ranks: list[RankCoverage]) -> list[Found]:
         Found(
             kind="used-before-landing",
             text=f"{span(short)} used layers before their reads landed (the last landed {late[-1].time_ns - go_ns} ns after go)",
-            causes=[policy_cause(decode.release, "read_barrier")],
+            causes=[cause for cause in _fired_at(record, "transfer") if cause.text.startswith("early-completion")]
+            or [policy_cause(decode.release, "read_barrier")],
         )
     ]
 
@@ -452,15 +534,15 @@ def _request_failures(record: Record) -> list[Found]:
     requests: dict[str, set[int]] = defaultdict(set)
     for event in record.history.events("request_failed"):
         requests[event.detail].add(event.request)
-    faults = dict.fromkeys(fired.fault for _, fired in record.history.having(FaultFired, "fault_fired"))
-    causes = [fault_cause(fault) for fault in faults]
+    causes = _fired_at(record)
     return [
         Found(kind="request-failed", text=f"request {', '.join(map(str, sorted(failed)))} failed: {why}", causes=causes)
         for why, failed in requests.items()
     ]
 
 
-def _held(record: Record) -> list[Found]:
+def _held(record: Record, explained: bool) -> list[Found]:
+    """What is held too long; that is a consequence where something else is `explained`."""
     findings = []
     timer = record.history.events("expired", "reaped")
     if timer:
@@ -470,7 +552,7 @@ def _held(record: Record) -> list[Found]:
         held_s = record.setup.scenario.timers.defer_timeout_s
         findings.append(
             Found(kind="held-until-timer", text=f"{text}: prefill's blocks were held for {held_s:g} s",
-                    causes=[policy_cause(record.setup.prefill.release, "reaper")])
+                  causes=[] if explained else _fired_at(record))
         )  # fmt: skip
     for engine in record.side("D"):
         if not engine.crashed and (kept := [index for index in engine.held if record.courses[index].ended]):

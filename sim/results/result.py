@@ -78,9 +78,10 @@ class Remedy(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Remedies(msgspec.Struct, frozen=True, kw_only=True):
-    """What heals or mitigates a bad run, what heals first, fewest flips first; how many were tried, on how many layers."""
+    """What heals or mitigates a bad run, what heals first, fewest flips first; how many flips and pairs of them were tried."""
 
     tried: int
+    pairs: int
     layers: int
     of_layers: int
     seconds: float

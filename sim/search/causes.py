@@ -24,7 +24,7 @@ from kvcover.sim.errors import InputError
 from kvcover.sim.releases.policies import POLICIES
 from kvcover.sim.releases.records import RELEASES
 from kvcover.sim.releases.watched import watched
-from kvcover.sim.results.chains import Found, Lever
+from kvcover.sim.results.chains import Cause, Found, Lever
 from kvcover.sim.results.findings import find
 from kvcover.sim.results.outcome import rank_coverages, sets_of
 from kvcover.sim.results.result import GOOD, OUTCOMES, Remedies, Remedy, Result, Shown
@@ -140,12 +140,15 @@ class Search:
         return "" if after is None else effect(self.before, after, kinds or self.kinds)
 
     def shown(self, found: Found) -> list[Shown]:
-        """Of each cause of a finding the best that a flip of one of its levers does."""
-        return [self._best({flip for flip in self.flips if flip.lever in cause.levers}, found.kind) for cause in found.causes]
+        """Of each cause of a finding the best that a flip of one of its levers does, alone or, if it heals, with another."""
+        return [self._best(cause, found.kind) for cause in found.causes]
 
-    def _best(self, flips: Iterable[Flip], kind: str) -> Shown:
-        effects = {self.effect_of(flip, kinds=(kind,)) for flip in flips}
-        return "heals" if "heals" in effects else "mitigates" if "mitigates" in effects else "not shown"
+    def _best(self, cause: Cause, kind: str) -> Shown:
+        mine = [flips for flips in self.tried if any(flip.lever in cause.levers for flip in flips)]
+        effects = {(len(flips) == 1, self.effect_of(*flips, kinds=(kind,))) for flips in mine}
+        if {(True, "heals"), (False, "heals")} & effects:
+            return "heals"
+        return "mitigates" if (True, "mitigates") in effects else "not shown"
 
     def remedies(self) -> list[Remedy]:
         """What heals, fewest flips first, proven on all layers; then what mitigates."""
@@ -187,7 +190,8 @@ def explain(scenario: Scenario, budget_s: float | None = None) -> Result:
     findings = [msgspec.structs.replace(found.told(), shown=search.shown(found)) for found in search.found]
     remedies = search.remedies()
     told = Remedies(
-        tried=len(search.tried),
+        tried=len(search.flips),
+        pairs=len(search.tried) - len(search.flips),
         layers=search.geometry.layers,
         of_layers=search.whole.layers,
         seconds=time.perf_counter() - started,
@@ -233,7 +237,7 @@ def _signature(result: Result) -> tuple[str, list[str], list[str]]:
 
 
 def _flips(scenario: Scenario, geometry: Geometry, wanted: set[Lever] | None) -> Iterator[Flip]:
-    """Faults first, then keys, then policies, at least those of the `wanted` levers. What proves nothing can only lose its faults."""
+    """Faults first, then keys, then policies: at least the `wanted` ones. What proves nothing can only lose its faults."""
     kinds = None if wanted is None else {lever.kind for lever in wanted}
     asked: dict[str, set[str]] = {leg: set() for leg in LEGS}
     world = World(resolve(scenario, geometry, lambda leg, release: watched(release, asked[leg])))
@@ -283,7 +287,7 @@ def _key_flips(scenario: Scenario, geometry: Geometry, world: World) -> Iterator
         keys = dict.fromkeys([*sent[leg], *(key for legs in others.values() for key in legs[leg]), *_TRUE])
         for key in keys if requests else ():
             mine = sent[leg].get(key, {})
-            sources = {"absent": {}, **({"as it is": _true(world, leg, key)} if key in _TRUE else {})}
+            sources = {"absent": {}, **({"as it truly is": _true(world, leg, key)} if key in _TRUE else {})}
             sources |= {f"as {name} sends it": legs[leg].get(key, {}) for name, legs in others.items()}
             texts: dict[tuple[str, ...], str] = {}
             for source, values in sources.items():
