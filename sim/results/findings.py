@@ -117,9 +117,10 @@ def _dial_causes(me: Endpoint, peer: Endpoint, params: Mapping[str, Any], meant:
     """Why ranks dialled where they did: the map, unless they `meant` the right TP rank, the port's arithmetic, the sizes read."""
     causes = [] if meant else [policy_cause(me.release, "write_map" if me.letter == "P" else "read_map")]
     if meant and peer.dp > 1:
-        causes.append(policy_cause(me.release, "dial"))
-        if peer.tp > 1 and peer.release.ports == "dp_plus_tp":
-            causes.append(policy_cause(peer.release, "ports"))
+        unlike = me.release.dial != peer.release.ports and peer.tp > 1
+        causes.append(policy_cause(peer.release, "ports") if unlike else policy_cause(me.release, "dial"))
+        if me.letter == "D" and me.release.read_dp == "zero":
+            causes.append(policy_cause(me.release, "read_dp"))
     if me.letter == "P":
         causes += _dp_size_cause(me, peer, params)
     return [*causes, *(misread(me, peer, params) if not meant or peer.dp > 1 else [])]
@@ -386,10 +387,11 @@ def _untold_prefill(record: Record, sets: Sets) -> list[Found]:
 def _unreleased(decode: Endpoint, prefill: Endpoint, params: Mapping[str, Any]) -> list[Cause]:
     """Why decode's releases went elsewhere: the ranks that it means, the port, or the size that both hang on."""
     release = decode.release
-    ported = prefill.dp > 1 and release.release_port == "tp"
+    field = "read_dp" if release.read_dp == "zero" else "release_port" if release.release_port == "tp" else ""
+    ported = [policy_cause(release, field)] if prefill.dp > 1 and field else []
     wide = [] if prefill.tp == decode.tp else [policy_cause(release, "release_to")]
     sized = release.release_to == "holders" or (release.release_port != "tp" and prefill.dp > 1)
-    return [*([policy_cause(release, "release_port")] if ported else wide), *(misread(decode, prefill, params) if sized else [])]
+    return [*(ported or wide), *(misread(decode, prefill, params) if sized else [])]
 
 
 def _unannounced(record: Record, missing: list[str]) -> list[Cause]:
@@ -418,14 +420,16 @@ def _told_without_data(record: Record, ranks: list[RankCoverage], sets: Sets) ->
     empty = [decode.rank_name(r.dp, r.tp) for r in ranks if r.told and r.coverage is not None and r.coverage < 1]
     if not empty or record.mode == "read":
         return []
-    release, unwritten = record.setup.prefill.release, set(empty) - set(sets.written)
+    prefill, release = record.setup.prefill, record.setup.prefill.release
+    elsewhere = prefill.tp != decode.tp or bool(misread(prefill, decode, _leg(record, "prefill")))
+    unmeant = release.write_done_to == "own_rank" and elsewhere and not set(empty) <= set(sets.written)
     return [
         Found(
             kind="told-without-data",
             text=f"{span(empty)} {'was' if len(empty) == 1 else 'were'} told done with cells missing or wrong",
             causes=[
                 *([_MODEL_HEADS] if record.geometry.mixed else []),
-                *([policy_cause(release, "write_done_to")] if release.write_done_to == "own_rank" and unwritten else []),
+                *([policy_cause(release, "write_done_to")] if unmeant else []),
                 Cause("nothing checks who was written before saying done"),
             ],
         )
