@@ -15,7 +15,7 @@ from kvcover.sim.kernel.clock import stream
 from kvcover.sim.releases.records import ConnectorRelease, get_release
 from kvcover.sim.scenario.fabric import Fabric, get_fabric
 from kvcover.sim.scenario.routers import Router, get_router
-from kvcover.sim.scenario.scenario import RequestSpec, Scenario, Side, fault_of
+from kvcover.sim.scenario.scenario import RequestSpec, Scenario, Side, checked, fault_of
 
 _MAX_EVENTS = 20_000_000  # minutes, and 3 GB
 _MAX_NEEDED = 1 << 27  # cells of all requests on all ranks: 3 GB
@@ -151,7 +151,12 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def resolve(scenario: Scenario) -> Setup:
-    """Look up every name of the scenario; raises InputError for names and numbers that don't fit together."""
+    """Look up every name of the scenario, whoever made it; raises InputError for fields, names and sizes that make no sense.
+
+    >>> resolve(Scenario(release="0.26.0", decode=Side(tp=8))).decode.rank_names()[-1]
+    'D7'
+    """
+    scenario = checked(scenario)
     prefill_release = get_release(scenario.release).overridden(scenario.overrides)
     decode_release = get_release(scenario.decode_release or scenario.release, "decode_release").overridden(scenario.overrides)
     geometry = resolve_model(scenario.model)
