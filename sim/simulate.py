@@ -27,7 +27,15 @@ from kvcover.sim.world import World
 
 
 def run(scenario: Scenario) -> Result:
-    """Play the scenario to its end and say what came of it; raises InputError for a scenario that makes no sense."""
+    """Play the scenario to its end on the model and say what came of it; raises InputError for one that makes no sense.
+
+    >>> result = run(Scenario(release="0.26.0", model="deepseek-v3", prefill=Side(tp=8), decode=Side(tp=8)))
+    >>> result.outcome, result.coverage, result.sets.written
+    ('corrupt', 0.125, ['D0'])
+    >>> run(Scenario(prefill=Side(tp=-1)))
+    Traceback (most recent call last):
+    kvcover.sim.errors.InputError: prefill.tp: -1 is wrong; expected a whole number >= 1
+    """
     return run_world(resolve(scenario))[0]
 
 
@@ -39,7 +47,12 @@ def model_tier(scenario: Scenario, vllm: str | None = None) -> Result:
 
 
 def run_world(setup: Setup) -> tuple[Result, World]:
-    """As `run`, and the finished world with its history, for those who want to look closer."""
+    """As `run`, and the finished world with its history, for those who want to look closer.
+
+    >>> result, world = run_world(resolve(Scenario(release="0.27.0", decode=Side(tp=2))))
+    >>> [event.actor for event in world.history.events("told")]
+    ['D0']
+    """
     started = time.perf_counter()
     world = World(setup)
     world.run()

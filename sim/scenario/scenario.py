@@ -174,7 +174,12 @@ class Scenario(_Strict, frozen=True):
 
 
 def load(path: str | Path) -> dict[str, Any]:
-    """The dictionary in a TOML or JSON file; `build` makes it a Scenario."""
+    """The dictionary in a TOML or JSON file; `build` makes it a Scenario. Raises InputError for a file that holds none.
+
+    >>> load("no-such.toml")
+    Traceback (most recent call last):
+    kvcover.sim.errors.InputError: no-such.toml: can't be read: No such file or directory; give the path of a scenario file
+    """
     place, example = str(path) or "''", "see `kvcover run --help` for an example"
     try:
         text = Path(path).read_text(encoding="utf-8-sig")
