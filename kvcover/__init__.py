@@ -7,7 +7,7 @@
 This is the public door, and what a notebook needs is in it. Bad input is an `InputError` of one line, whoever made the object.
 
     describe    Scenario, Side, RequestSpec, Timers, Timing, Workload, Rdma, FabricSpec, Expect; load (a file), build (plain data)
-    run         run; resolve and run_world for the finished World with its history; matrix, explore for many
+    run         run; resolve (to a Setup) and run_world, for the finished World with its history; matrix, explore for many
     read        Result, Exploration, story (one request, step by step)
     choose of   RELEASES, PRESETS (models), ROUTERS, FABRICS, FAULTS
     errors      KvcoverError, and of it InputError and TierError

@@ -49,9 +49,9 @@ def model_tier(scenario: Scenario, vllm: str | None = None) -> Result:
 def run_world(setup: Setup) -> tuple[Result, World]:
     """As `run`, and the finished world with its history, for those who want to look closer.
 
-    >>> result, world = run_world(resolve(Scenario(release="0.27.0", decode=Side(tp=2))))
-    >>> [event.actor for event in world.history.events("told")]
-    ['D0']
+    >>> result, world = run_world(resolve(Scenario(release="0.27.0", prefill=Side(tp=2), decode=Side(tp=2))))
+    >>> sorted(event.actor for event in world.history.events("told"))
+    ['D0', 'D1']
     """
     started = time.perf_counter()
     world = World(setup)
