@@ -8,7 +8,7 @@ This is the public door, and what a notebook needs is in it. Bad input is an `In
 
     describe    Scenario, Side, RequestSpec, Timers, Timing, Workload, Rdma, FabricSpec, Expect; load (a file), build (plain data)
     run         run; resolve (to a Setup) and run_world, for the finished World with its history; matrix, explore for many
-    read        Result, Exploration, story (one request, step by step)
+    read        Result, Exploration; record_of (a world, as a Record) and story (one request of it, step by step)
     choose of   RELEASES, PRESETS (models), ROUTERS, FABRICS, FAULTS
     errors      KvcoverError, and of it InputError and TierError
 

@@ -6,6 +6,7 @@ from kvcover.faults import KINDS as FAULTS
 from kvcover.sim.cache.presets import PRESETS
 from kvcover.sim.errors import InputError, KvcoverError, TierError
 from kvcover.sim.releases.records import RELEASES
+from kvcover.sim.results.record import Record
 from kvcover.sim.results.result import Result
 from kvcover.sim.results.story import story
 from kvcover.sim.scenario.fabric import FABRICS, FabricSpec
@@ -14,11 +15,11 @@ from kvcover.sim.scenario.scenario import Expect, Rdma, RequestSpec, Scenario, S
 from kvcover.sim.scenario.setup import Setup, resolve
 from kvcover.sim.search.explore import Exploration, explore
 from kvcover.sim.search.matrix import matrix
-from kvcover.sim.simulate import run, run_world
+from kvcover.sim.simulate import record_of, run, run_world
 from kvcover.sim.world import World
 
 __all__ = [
     "FABRICS", "FAULTS", "PRESETS", "RELEASES", "ROUTERS", "Expect", "Exploration", "FabricSpec", "InputError", "KvcoverError",
-    "Rdma", "RequestSpec", "Result", "Scenario", "Setup", "Side", "TierError", "Timers", "Timing", "Workload", "World",
-    "build", "explore", "load", "matrix", "resolve", "run", "run_world", "story",
+    "Rdma", "Record", "RequestSpec", "Result", "Scenario", "Setup", "Side", "TierError", "Timers", "Timing", "Workload", "World",
+    "build", "explore", "load", "matrix", "record_of", "resolve", "run", "run_world", "story",
 ]  # fmt: skip
