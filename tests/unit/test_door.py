@@ -19,7 +19,23 @@ import numpy as np
 import pytest
 
 import kvcover
-from kvcover import Expect, FabricSpec, InputError, RequestSpec, Scenario, Side, Timers, build, explore, matrix, resolve, run, story
+from kvcover import (
+    Expect,
+    FabricSpec,
+    InputError,
+    RequestSpec,
+    Scenario,
+    Side,
+    Timers,
+    build,
+    explore,
+    matrix,
+    record_of,
+    resolve,
+    run,
+    run_world,
+    story,
+)
 from kvcover.faults import parse_fault
 from kvcover.sim.scenario import scenario as scenarios
 
@@ -141,7 +157,7 @@ def test_a_good_object_is_not_taken_apart(monkeypatch: pytest.MonkeyPatch) -> No
         (lambda: matrix(Scenario(), prefill=[0]), "prefill.tp: 0 is wrong"),
         (lambda: matrix(Scenario(), tier="modle"), "--tier: no tier 'modle'; did you mean 'model'?"),
         (lambda: matrix(Scenario(expect=Expect())), "expect: "),
-        (lambda: story(kvcover.run_world(resolve(Scenario()))[1], -1), "request: there is no request -1; use 0 to 0"),
+        (lambda: story(record_of(run_world(resolve(Scenario()))[1]), -1), "request: there is no request -1; use 0 to 0"),
     ],
 )
 def test_bad_arguments_are_one_line(call: Any, says: str) -> None:
@@ -223,8 +239,8 @@ from typing import assert_type
 
 import kvcover
 from kvcover import (
-    RELEASES, Exploration, InputError, RequestSpec, Result, Scenario, Setup, Side, World, build, explore, load, matrix, resolve,
-    run, run_world, story,
+    RELEASES, Exploration, InputError, RequestSpec, Result, Scenario, Setup, Side, World, build, explore, load, matrix, record_of,
+    resolve, run, run_world, story,
 )
 
 scenario = Scenario(release="0.26.0", prefill=Side(tp=2), decode=Side(tp=2), requests=(RequestSpec(prompt_tokens=32),))
@@ -232,7 +248,7 @@ assert_type(run(scenario), Result)
 assert_type(kvcover.run(scenario).coverage, float)
 assert_type(resolve(scenario), Setup)
 assert_type(run_world(resolve(scenario)), tuple[Result, World])
-assert_type(story(run_world(resolve(scenario))[1]), list[str])
+assert_type(story(record_of(run_world(resolve(scenario))[1])), list[str])
 assert_type(matrix(scenario, prefill=[1]), list[Result])
 assert_type(explore(5), Exploration)
 assert_type(build({"release": "0.26.0"}), Scenario)

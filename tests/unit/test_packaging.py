@@ -121,7 +121,7 @@ def test_the_wheel_works_in_an_environment_of_its_own(built: Path, tmp_path: Pat
     for start in ([str(home / "kvcover")], ["-m", "kvcover"]):
         assert said(python([*start, "--version"], tmp_path, there, **own)).split()[-1] == __version__
         assert json.loads(said(python([*start, *COLLAPSE], tmp_path, there, **own)))["coverage"] == 0.5
-        assert "vllm-47764" in said(python([*start, "corpus"], tmp_path, there, COLUMNS="200", **own))
+        said(python([*start, "corpus", "vllm-47764", "--check"], tmp_path, there, **own))
         found = said(python([*start, "explore", "--seeds", "100", "--jobs", "2", "--json"], tmp_path, there, **own))
         assert json.loads(found)["runs"] == 100
     where = said(python(["-c", "import kvcover.sim, sys; print(kvcover.sim.__file__)"], tmp_path, there, **own))
@@ -180,7 +180,9 @@ def script(tmp_path: Path) -> str:
 EXPLORE = ["explore", "--seeds", "60", "--jobs", "2", "--json"]
 
 
-@pytest.mark.parametrize("words", [COLLAPSE, EXPLORE, ["corpus", "--json"]], ids=lambda words: words[0])
+@pytest.mark.parametrize(
+    "words", [COLLAPSE, EXPLORE, ["corpus", "vllm-47764", "--release", "0.26.0", "--json"]], ids=lambda words: words[0]
+)
 def test_a_users_modules_are_not_ours(words: list[str], script: str, tmp_path: Path) -> None:
     """`python -m` puts the current folder first, so there only names that are ours can be told apart; the command doesn't."""
     (tmp_path / "module").mkdir()
