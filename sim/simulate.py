@@ -32,7 +32,7 @@ def run(scenario: Scenario) -> Result:
 
 
 def model_tier(scenario: Scenario, vllm: str | None = None) -> Result:
-    """The entry point of the model tier, which needs no vLLM and so refuses to be given one."""
+    """The model tier, which needs no vLLM and so refuses to be given one."""
     if vllm is not None:
         raise InputError("--vllm", f"{vllm!r} says nothing to the model tier", "use --tier connector, or --release")
     return run(scenario)

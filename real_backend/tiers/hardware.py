@@ -1,4 +1,4 @@
-"""The hardware tier: real `mori.io`, NIC or xGMI, and GPU memory. Entry point of `kvcover.tiers`.
+"""The hardware tier: real `mori.io`, NIC or xGMI, and GPU memory.
 
 Every rank of both engines is a process that torchrun started. On one machine `kvcover run --tier hardware` starts torchrun;
 over several nodes it is started on each: see `python -m kvcover.real_backend.tiers.torchrun --help`.
