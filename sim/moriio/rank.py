@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvcover.sim.cache.ledger import Copy
 from kvcover.sim.moriio.transfer import Transfer
-
-if TYPE_CHECKING:
-    from kvcover.sim.world import World
-
+from kvcover.sim.scenario.context import Context
+from kvcover.sim.scenario.setup import Endpoint
 
 Tables = list[list[int]]
 """Block ids by block table."""
@@ -55,11 +53,17 @@ class Nic:
 
 
 class Rank:
-    """One TP rank. A message meant for the other role is a poison: the notify thread logs it and ends for good."""
+    """TP rank `tp` of DP rank `dp` of `me`.
 
-    def __init__(self, world: World, name: str) -> None:
-        self.world = world
-        self.name = name
+    A message meant for the other role is a poison: the notify thread logs it and ends for good.
+    """
+
+    def __init__(self, context: Context, me: Endpoint, dp: int, tp: int) -> None:
+        self.context = context
+        self.me = me
+        self.dp = dp
+        self.tp = tp
+        self.name = me.rank_name(dp, tp)
         self.nic = Nic()
         self.deaf = False
         self.gone = False  # the process is dead, and with it its memory
@@ -83,7 +87,7 @@ class Rank:
     def poisoned_by(self, what: str, sender: str, request: int = -1) -> None:
         """The notify thread ends for good; senders go on sending and never learn."""
         self.deaf = True
-        self.world.log("poisoned", self.name, sender, request, detail=what)
+        self.context.log("poisoned", self.name, sender, request, detail=what)
 
     def on_blocks_ready(self, transfer_id: Any, transfer: Transfer, blocks: Tables, decode_dp: int) -> None:
         self.poison("remote_blocks at a decode rank", transfer, "D")
@@ -99,6 +103,6 @@ class Rank:
 
     def land(self, layer: int, copy: Copy, transfer: Transfer, source: str, kind: str) -> None:
         """Bytes landed at a rank that is nobody's decode rank: all of them are astray."""
-        self.world.stray += len(copy.where)
-        self.world.log("stray", self.name, source, transfer.index, layer, f"{len(copy.where)} cells")
-        self.world.log(kind, source, self.name, transfer.index, layer, "astray")
+        self.context.stray += len(copy.where)
+        self.context.log("stray", self.name, source, transfer.index, layer, f"{len(copy.where)} cells")
+        self.context.log(kind, source, self.name, transfer.index, layer, "astray")

@@ -18,6 +18,8 @@ from kvcover.sim.cache.batch import Batch, Slice, head_slices, state_slice, whol
 from kvcover.sim.cache.geometry import check_slices
 from kvcover.sim.cache.ledger import Copy, SourceCache
 from kvcover.sim.errors import PeerRefusal
+from kvcover.sim.kernel.clock import NEVER
+from kvcover.sim.moriio.effects import BROKEN, broken_session, transfer_effect
 from kvcover.sim.moriio.legs import Leg, check_hashable
 from kvcover.sim.moriio.rank import Rank, Tables
 from kvcover.sim.moriio.transfer import Transfer
@@ -28,9 +30,6 @@ if TYPE_CHECKING:
     from kvcover.sim.moriio.decode import DecodeRank
     from kvcover.sim.moriio.prefill import PrefillRank
 
-NEVER = 1 << 62
-BROKEN = "transport retry counter exceeded"
-"""The error of a batch to a process that is no longer there."""
 AgentKey = tuple[int, int | None]
 
 
@@ -89,12 +88,12 @@ class Writer:
 
     def __init__(self, rank: PrefillRank) -> None:
         self.rank = rank
-        self.world = rank.world
-        self.me: Endpoint = self.world.setup.prefill
+        self.context = rank.context
+        self.me: Endpoint = self.context.setup.prefill
         self.name = rank.name
         self._nic = rank.nic
-        self._layers = self.world.geometry.layers
-        rdma = self.world.setup.scenario.rdma
+        self._layers = self.context.geometry.layers
+        rdma = self.context.setup.scenario.rdma
         self._sq_depth = rdma.sq_depth * rdma.queue_pairs
         self.peers: dict[tuple[str, int], Peer] = {}
         # Closed jobs stay, so that what comes late is ignored: the connector keeps the last 4096 ids, as many as a
@@ -103,7 +102,7 @@ class Writer:
         self.dial_free_at = 0
         self.thread_free_at = 0
         self._tasks: deque[tuple[Job, int]] = deque()  # while the write thread waits for another transfer to end
-        self._faulted = self.world.injector.plans("transfer")
+        self._faulted = self.context.injector.plans("transfer")
         self._last_leg: Leg | None = None
         release = self.me.release
         self._map, self._pair = release.call("write_map"), release.call("write_pairing")
@@ -135,7 +134,7 @@ class Writer:
             if peer.queue:
                 self._schedule(peer.queue.popleft(), layer)
             return 0
-        return min(peer.ready_at + 1 - self.world.clock.now, self.world.setup.transfer_timeout_ns)
+        return min(peer.ready_at + 1 - self.context.clock.now, self.context.setup.transfer_timeout_ns)
 
     def after_wait(self, jobs: list[Job], layer: int, waited_ns: int) -> None:
         """The forward waited for a handshake: write what it held up, or go on without."""
@@ -144,7 +143,7 @@ class Writer:
             self._schedule(peer.queue.popleft(), layer)
         elif not peer.ready:
             jobs[-1].transfer.timer_fired = True
-            self.world.log("stalled", self.name, request=jobs[-1].transfer.index, layer=layer, detail=f"{waited_ns} ns")
+            self.context.log("stalled", self.name, request=jobs[-1].transfer.index, layer=layer, detail=f"{waited_ns} ns")
 
     def held_up(self, jobs: list[Job], layer: int) -> bool:
         """Whether a second call for this layer still has something to do, or to wait for."""
@@ -155,7 +154,7 @@ class Writer:
 
         A transfer whose writes are all posted is finished here, on the forward's thread: an error raises out of it.
         """
-        clock = self.world.clock
+        clock = self.context.clock
         for job in jobs:
             if self.me.release.sealing == "every_layer" and len(job.scheduled) < self._layers and not job.closed:
                 self._close_failed(job)  # no session came in time for some layer
@@ -163,11 +162,11 @@ class Writer:
                 job.sealed = len(job.scheduled)
                 if job.sealed < self._layers and not job.closed:
                     detail = f"{job.sealed} of {self._layers} layers"
-                    self.world.log("sealed_short", self.name, request=job.transfer.index, detail=detail)
+                    self.context.log("sealed_short", self.name, request=job.transfer.index, detail=detail)
         for job in jobs:
             if job.closed or job.sealed is None or job.writes_done < job.sealed:
                 continue
-            wait = min(job.last_land + 1 - clock.now, self.world.setup.transfer_timeout_ns)
+            wait = min(job.last_land + 1 - clock.now, self.context.setup.transfer_timeout_ns)
             if job.in_flight and not job.error and wait > 0:
                 job.waiting = job.in_forward = True
                 yield clock.timeout(wait)
@@ -188,7 +187,7 @@ class Writer:
         """Map this rank onto the peer and see whether its sessions are there; else queue handshakes."""
         refused = self._find_targets(job)
         if refused is not None:
-            self.world.log("map_refused", self.name, request=job.transfer.index, detail=str(refused))
+            self.context.log("map_refused", self.name, request=job.transfer.index, detail=str(refused))
             job.peer.ready = True
             job.peer.queue.append(job)
             return False
@@ -206,7 +205,7 @@ class Writer:
             return None
         size = self._known_size(as_int(job.leg.peer_tp), self.me.tp)  # not a number: raises in the forward of any release
         try:
-            job.targets = self._map(self.rank.tp, self.me.tp, size, self.world.geometry)
+            job.targets = self._map(self.rank.tp, self.me.tp, size, self.context.geometry)
         except PeerRefusal as refusal:
             if self.me.release.write_map_error != "task_fails":
                 raise
@@ -222,21 +221,21 @@ class Writer:
 
     def _dial(self, job: Job) -> None:
         """Queue handshakes with every DP rank of the peer on the one handshake thread; a dead port blocks it for ever."""
-        clock, leg, peer = self.world.clock, job.leg, job.peer
+        clock, leg, peer = self.context.clock, job.leg, job.peer
         assert leg is not None
-        handshake_ns = self.world.timing.handshake_ns
+        handshake_ns = self.context.timing.handshake_ns
         at = max(clock.now, self.dial_free_at)
         reached: list[tuple[AgentKey, Any, str]] = []
         for key in (key for dp in range(as_int(leg.dp_size)) for key in self._keys(job, dp)):
             if at >= NEVER:
                 break
             address = self._address(job, key)
-            rank = self.world.network.owner(address)
+            rank = self.context.network.owner(address)
             what = f"dp{key[0]} tp{self._dialled_tp(job, key)}"
             if rank is None:
-                self.world.log("dial_dead", self.name, f"port {address[1]}", job.transfer.index, detail=f"for {what}")
+                self.context.log("dial_dead", self.name, f"port {address[1]}", job.transfer.index, detail=f"for {what}")
                 self.dial_free_at = at = NEVER
-                self.world.network.when_bound(address, lambda: self._redial(job))
+                self.context.network.when_bound(address, lambda: self._redial(job))
             else:
                 self.dial_free_at = at = at + handshake_ns
                 reached.append((key, rank, f"port {address[1]} for {what}"))
@@ -251,7 +250,7 @@ class Writer:
                 key, rank, port = reached[position]
                 if key not in peer.agents:
                     peer.agents[key] = rank
-                    self.world.log("dialled", self.name, rank.name, job.transfer.index, detail=port)
+                    self.context.log("dialled", self.name, rank.name, job.transfer.index, detail=port)
             if position + 1 < len(reached):
                 clock.after(handshake_ns, lambda _event: answered(position + 1))
             elif finished:
@@ -268,7 +267,7 @@ class Writer:
         """The port for which the handshake thread waited was bound after all."""
         if self.rank.gone:
             return
-        self.dial_free_at = self.world.clock.now
+        self.dial_free_at = self.context.clock.now
         self._dial(job)
 
     def _dialled_tp(self, job: Job, key: AgentKey) -> int:
@@ -291,7 +290,7 @@ class Writer:
             self._write(job, layer)
             return
         if not job.deferred:
-            self.world.clock.after(self.world.setup.defer_timeout_ns, lambda _event: self._expire(job))
+            self.context.clock.after(self.context.setup.defer_timeout_ns, lambda _event: self._expire(job))
         job.deferred.append(layer)
 
     def blocks_ready(self, transfer_id: Any, transfer: Transfer, blocks: Tables, decode_dp: int) -> None:
@@ -302,7 +301,7 @@ class Writer:
         if job.blocks is not None:
             if self.me.release.blocks_ready_again == "ignored":
                 return
-            self.world.log("blocks_ready_again", self.name, request=transfer.index)
+            self.context.log("blocks_ready_again", self.name, request=transfer.index)
         job.transfer.own_blocks_only &= transfer is job.transfer  # two requests under one id: these are another's blocks
         job.blocks, job.decode_dp, job.writes_done, job.wires = blocks, decode_dp, 0, None
         deferred, job.deferred = job.deferred, []
@@ -317,7 +316,7 @@ class Writer:
 
     def _write(self, job: Job, layer: int) -> None:
         """One write task: a batch to every target. An error ends the transfer at this rank without a message."""
-        clock = self.world.clock
+        clock = self.context.clock
         now = clock.now
         if now < self.thread_free_at or self._tasks:
             self._wait_for_thread(job, layer)
@@ -328,7 +327,7 @@ class Writer:
                 job.transfer.posted_ns = now
         for wire in job.wires[self.me.places[layer][0]]:
             if wire.refusal is not None or wire.rank is None:
-                self.world.log("task_failed", self.name, request=job.transfer.index, layer=layer, detail=str(wire.refusal))
+                self.context.log("task_failed", self.name, request=job.transfer.index, layer=layer, detail=str(wire.refusal))
                 self._close_failed(job)
                 return
             if wire.copy is None:
@@ -348,7 +347,7 @@ class Writer:
     def _wait_for_thread(self, job: Job, layer: int) -> None:
         """The write thread waits for another transfer to end; this task waits behind it."""
         if not self._tasks:
-            clock = self.world.clock
+            clock = self.context.clock
             clock.after(self.thread_free_at - clock.now, lambda _event: self._next_tasks())
         self._tasks.append((job, layer))
 
@@ -360,10 +359,10 @@ class Writer:
 
     def _post_carefully(self, job: Job, wire: Wire, layer: int) -> None:
         """Post one batch where the send queue may be full, or a planned fault may act."""
-        clock, copy, rank = self.world.clock, wire.copy, wire.rank
+        clock, copy, rank = self.context.clock, wire.copy, wire.rank
         assert copy is not None and rank is not None
         now = clock.now
-        rdma = self.world.setup.scenario.rdma
+        rdma = self.context.setup.scenario.rdma
         room_at = self._nic.queue(now, wire.entries, self._sq_depth)
         if wire.entries > self._sq_depth:
             self._fail(job, layer, "SQ request exceeds capacity")
@@ -374,9 +373,9 @@ class Writer:
         land = self._nic.occupy(rank.nic, room_at, wire.busy_ns) + wire.tail_ns
         self._nic.queued(land, wire.entries)
         if rank.gone:
-            effect = self.world.broken_session()
+            effect = broken_session(self.context)
         else:
-            effect = self.world.transfer_effect("write", self.name, rank.name, job.transfer.index, layer, land)
+            effect = transfer_effect(self.context, "write", self.name, rank.name, job.transfer.index, layer, land)
         if effect.refused:
             self._fail(job, layer, effect.refused)
             return
@@ -405,7 +404,7 @@ class Writer:
         job.error = error
         if self.rank.gone:
             return
-        self.world.log("transfer_failed", self.name, request=job.transfer.index, layer=layer, detail=error)
+        self.context.log("transfer_failed", self.name, request=job.transfer.index, layer=layer, detail=error)
 
     def _land(self, job: Job, rank: DecodeRank, copy: Copy, layer: int) -> None:
         """The NIC read prefill's blocks and wrote decode's: what lands is what prefill's blocks hold at that moment."""
@@ -448,7 +447,7 @@ class Writer:
             except PeerRefusal as refusal:
                 wires.append(Wire(rank, None, 0, 0, refusal=refusal))
                 break
-            fabric = self.world.fabric
+            fabric = self.context.fabric
             busy_ns = fabric.occupancy_ns(copy.size_bytes, "write") if copy else 0
             wires.append(Wire(rank, copy, busy_ns, fabric.tail_ns(busy_ns, "write"), entries))
         return wires
@@ -469,7 +468,7 @@ class Writer:
             part = state_slice(self.rank.tp, self.me.tp, target.tp_rank, size, mine.shape.heads, theirs.shape.heads)
         elif self.me.release.write_plan == "head_slices" and self._by_heads(job, target, rank, group):
             part = Slice(target.local, target.remote, target.count)
-            if self.world.geometry.mixed and self.me.release.unsupported == "request_refused":
+            if self.context.geometry.mixed and self.me.release.unsupported == "request_refused":
                 part = Slice(0, 0, mine.shape.heads)  # layers of two kinds: it refuses unequal TP, so all heads of this kind
         pairs = self._pair(blocks, job.blocks[mine.table])
         local, remote = (np.array(side, dtype=np.int64) for side in zip(*pairs, strict=True))
@@ -489,7 +488,7 @@ class Writer:
         advertises = rank.me.release.write_plan == "head_slices"
         if advertises and mine.block_size != theirs.block_size:
             raise PeerRefusal("MoRIIOError", f"{mine.block_size} tokens a block here, {theirs.block_size} at the peer")
-        assumed = self.world.geometry.heads_per_rank(self._known_size(as_int(job.leg.peer_tp), self.me.tp))
+        assumed = self.context.geometry.heads_per_rank(self._known_size(as_int(job.leg.peer_tp), self.me.tp))
         whole = target.count == self.me.shape.heads == assumed
         if whole and (advertised is None or mine.advertised == advertised.advertised):
             return False
@@ -508,7 +507,7 @@ class Writer:
         """When every sealed write is posted: wait for them, tell decode, report. Errors and time-outs tell nobody."""
         if job.closed or job.sealed is None or job.writes_done < job.sealed:
             return
-        clock, timeout_ns = self.world.clock, self.world.setup.transfer_timeout_ns
+        clock, timeout_ns = self.context.clock, self.context.setup.transfer_timeout_ns
         patient = self.me.release.write_wait == "all_statuses" or not job.error
         if job.in_flight and patient:
             if not job.waiting:
@@ -551,7 +550,7 @@ class Writer:
         if job.closed or job.blocks is not None:
             return
         job.transfer.timer_fired = True
-        self.world.log("expired", self.name, request=job.transfer.index)
+        self.context.log("expired", self.name, request=job.transfer.index)
         self._close(job)
         if self.me.release.expiry == "write_failed":
             assert job.leg is not None
@@ -570,8 +569,8 @@ class Writer:
         route = self._last_leg if self.me.release.pod_routing == "worker" and self._last_leg is not None else leg
         offset = self._port_offset(fold(dp, route.pod_dp), tp, self._known_size(as_int(leg.peer_tp), self.me.tp))
         port = leg.notify_port + offset
-        self.world.log(f"{what}_sent", self.name, f"port {port}", job.transfer.index)
-        self.world.network.send(self.name, (route.pod_host(dp), port), job.transfer.index, what, deliver)
+        self.context.log(f"{what}_sent", self.name, f"port {port}", job.transfer.index)
+        self.context.network.send(self.name, (route.pod_host(dp), port), job.transfer.index, what, deliver)
 
     def _say_done(self, job: Job, writers: int, rank: Rank) -> None:
         assert job.leg is not None

@@ -8,7 +8,7 @@ from typing import Any
 
 from kvcover.faults import Fault, KeyFault
 from kvcover.sim.errors import nearest
-from kvcover.sim.moriio.writer import BROKEN
+from kvcover.sim.moriio.effects import BROKEN
 from kvcover.sim.releases.policies import POLICIES
 from kvcover.sim.releases.records import ConnectorRelease
 from kvcover.sim.results.outcome import intended_peers
@@ -116,7 +116,7 @@ def _wrong_dials(world: World) -> list[Finding]:
         actor, reached = peers[event.actor], peers[event.peer]
         meant_dp = int(event.detail.rsplit("dp", 1)[1].split()[0])
         intended = set(intended_peers(world, actor.tp))
-        if not intended or (reached.engine.dp == meant_dp and reached.tp in intended):
+        if not intended or (reached.dp == meant_dp and reached.tp in intended):
             continue
         peer = world.setup.decode if world.mode == "write" else world.setup.prefill
         meant = span(peer.rank_name(meant_dp, tp) for tp in sorted(intended))
