@@ -18,6 +18,7 @@ from kvcover.sim.moriio.engine import Engine
 from kvcover.sim.moriio.legs import Leg, mapped_id_of, ports_in_id, read_leg, transfer_id_of
 from kvcover.sim.moriio.rank import Rank, Tables
 from kvcover.sim.moriio.transfer import Transfer, response_of
+from kvcover.sim.moriio.write_job import Job
 from kvcover.sim.moriio.writer import Writer
 from kvcover.sim.scenario.context import Context
 from kvcover.sim.scenario.dispatch import Params
@@ -29,7 +30,7 @@ class PrefillRank(Rank):
     def __init__(self, engine: PrefillEngine, tp: int) -> None:
         super().__init__(engine.context, engine.me, engine.dp, tp)
         self.engine = engine
-        self.writer = Writer(self)
+        self.writer = Writer(self, engine.contents, self._report)
         self._acks: dict[str, int] = {}
         self._released: set[str] = set()
 
@@ -77,6 +78,13 @@ class PrefillRank(Rank):
         while (until := self.stalled_until(clock.now)) > clock.now:
             self.context.log("stalled", self.name, detail=f"{until - clock.now} ns")
             yield from self._wait(until - clock.now)
+
+    def _report(self, job: Job) -> None:
+        """Report a transfer finished, whether it went well or not."""
+        # A rank whose id the scheduler doesn't map is never matched to a request, nor, since acks are counted, is no id at all.
+        known = job.id in self.engine.known
+        if job.leg is None or (known and (job.leg.transfer_id is not None or self.me.release.acks == "any")):
+            self.engine.report(job.transfer, self.name)
 
     def on_blocks_ready(self, transfer_id: Any, transfer: Transfer, blocks: Tables, decode_dp: int) -> None:
         """Decode's scheduler told us where the blocks go."""

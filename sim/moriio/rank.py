@@ -12,6 +12,8 @@ from kvcover.sim.scenario.setup import Endpoint
 
 Tables = list[list[int]]
 """Block ids by block table."""
+AgentKey = tuple[int, int | None]
+"""A session with a rank of the peer: its DP rank, and its TP rank where there are several of that DP rank."""
 
 
 class Nic:

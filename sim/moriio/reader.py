@@ -17,8 +17,8 @@ from kvcover.sim.errors import PeerRefusal
 from kvcover.sim.kernel.clock import NEVER
 from kvcover.sim.moriio.effects import broken_session, transfer_effect
 from kvcover.sim.moriio.legs import Leg
+from kvcover.sim.moriio.rank import AgentKey
 from kvcover.sim.moriio.transfer import Transfer
-from kvcover.sim.moriio.writer import AgentKey
 from kvcover.sim.releases.policies import MOST_HEADS, MOST_RANKS, Target, as_int
 
 if TYPE_CHECKING:
