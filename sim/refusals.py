@@ -17,7 +17,7 @@ def refuses(setup: Setup) -> str:
         return "layers of two kinds under unequal tensor parallel sizes"
     if geometry.has_states:
         if why := prefill.state_error(mode) or decode.state_error(mode):
-            return why
+            return str(why)
         if mode == "read" and prefill.tp != decode.tp:
             return "READ of recurrent states under unequal tensor parallel sizes"
     if mode == "write" and any(table.window for table in (*prefill.tables, *decode.tables)):

@@ -8,6 +8,7 @@ from typing import Any
 
 from kvcover.faults import Fault
 from kvcover.sim.kernel.clock import ns
+from kvcover.sim.kernel.events import FaultFired, LegSent, Lost
 from kvcover.sim.moriio.deployment import Deployment
 from kvcover.sim.moriio.transfer import Transfer
 from kvcover.sim.scenario.context import Context
@@ -37,10 +38,10 @@ class Router:
         for _ in range(min(limit, len(self._transfers))):
             next_one()
 
-    def lose(self, transfer: Transfer, bad_end: str, why: str) -> None:
+    def lose(self, transfer: Transfer, bad_end: str, why: Lost) -> None:
         """The router answers the client with an error; `bad_end` unless the request has come to one before."""
         transfer.bad_end = transfer.bad_end or bad_end
-        self.context.log("lost", "router", request=transfer.index, detail=why)
+        self.context.log("lost", "router", request=transfer.index, fields=why)
         transfer.finish()
 
     def dispatch(self, transfer: Transfer) -> Dispatch:
@@ -84,7 +85,7 @@ class Router:
             if not unsent:
                 response = yield answer
             if response is None:
-                self.lose(transfer, "failed" if unsent else "crash", unsent or "prefill gave no answer")
+                self.lose(transfer, "failed" if unsent else "crash", unsent or Lost("no_answer", "prefill gave no answer"))
                 return
         if unsent := self._send_leg(transfer, "decode", dispatch.decode_leg(response), None):
             self.lose(transfer, "failed", unsent)
@@ -101,35 +102,36 @@ class Router:
                 return True
         return False
 
-    def _send_leg(self, transfer: Transfer, side: str, leg: tuple[Params, list[Fault]], answer: Any) -> str:
+    def _send_leg(self, transfer: Transfer, side: str, leg: tuple[Params, list[Fault]], answer: Any) -> Lost | None:
         """Send one leg, which key faults have changed, through the router's own; returns why no engine gets it, if none does."""
         context, request, engines = self.context, transfer.request, self._deployment.side(side)
         params = self._leave(transfer, side, *leg)
         rejected = side == "decode" and request.rejected
         dp, delay = (request.prefill_dp if side == "prefill" else request.decode_dp), 0
         for fault in context.injector.acting("router", side, request=transfer.index, now_ms=context.now_ms):
-            self.context.log("fault_fired", "router", side, transfer.index, detail=str(fault))
+            self.context.log("fault_fired", "router", side, transfer.index, fields=FaultFired(str(fault), "router"))
             if fault.kind == "fail-leg":
-                return "a leg could not be sent"
+                return Lost("unsent", "a leg could not be sent")
             if fault.kind == "delay-leg":
                 delay += ns(fault.ms)
             elif fault.kind == "wrong-dp":
                 dp = (fault.dp or 0) % len(engines)
                 rejected = False
         if rejected:
-            return f"decode has no DP rank {request.prefill_dp}, which the router asks for, and rejects the request"
+            text = f"decode has no DP rank {request.prefill_dp}, which the router asks for, and rejects the request"
+            return Lost("rejected", text)
         if engines[dp].gone:
             self.context.log("unreachable", "router", side, transfer.index)
-            return f"{side} is down"
+            return Lost("down", f"{side} is down")
         context.clock.after(context.timing.message_ns + delay, lambda _event: self._arrive(transfer, side, dp, params, answer))
-        return ""
+        return None
 
     def _leave(self, transfer: Transfer, leg: str, params: Params, fired: list[Fault]) -> Params:
         """A leg's dictionary leaves the router."""
         for fault in fired:
-            self.context.log("fault_fired", "router", leg, transfer.index, detail=str(fault))
+            self.context.log("fault_fired", "router", leg, transfer.index, fields=FaultFired(str(fault), "params"))
         self.legs[transfer.index, leg] = params
-        self.context.log("leg_sent", "router", leg, transfer.index, detail=str(params))
+        self.context.log("leg_sent", "router", leg, transfer.index, fields=LegSent(params))
         return params
 
     def _arrive(self, transfer: Transfer, side: str, dp: int, params: Params, answer: Any) -> None:
@@ -142,4 +144,4 @@ class Router:
         if side == "prefill":
             answer.succeed(None)
         else:
-            self.lose(transfer, "failed", "decode is down")
+            self.lose(transfer, "failed", Lost("down", "decode is down"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
+from kvcover.sim.kernel.events import Lost
 from kvcover.sim.moriio.deployment import Deployment
 from kvcover.sim.moriio.engine import Engine
 from kvcover.sim.moriio.rank_faults import RankFaults
@@ -49,10 +50,10 @@ class World:
             self.router.send_all()
         else:
             for transfer in self.transfers:
-                self.router.lose(transfer, "crash", "an engine never started")
+                self.router.lose(transfer, "crash", Lost("never_started", "an engine never started"))
         self.clock.run()
 
-    def _died_with_engine(self, transfer: Transfer, why: str) -> None:
+    def _died_with_engine(self, transfer: Transfer, why: Lost) -> None:
         self.router.lose(transfer, "crash", why)
 
     def coverage_by_layer(self, request: int = 0) -> list[list[float]]:

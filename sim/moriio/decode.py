@@ -13,6 +13,7 @@ from typing import Any
 from kvcover.sim.cache.ledger import Codes, Copy, Count
 from kvcover.sim.cache.memory import Memory
 from kvcover.sim.errors import PeerRefusal
+from kvcover.sim.kernel.events import ASTRAY, Raised, Short, Stray, Why
 from kvcover.sim.moriio.engine import Engine
 from kvcover.sim.moriio.legs import Leg, mapped_id_of, ports_in_id, read_leg, transfer_id_of
 from kvcover.sim.moriio.rank import Rank, Tables
@@ -47,7 +48,7 @@ class DecodeRank(Rank):
         now = self.context.clock.now
         if not transfer.went:
             transfer.landed_ns = now
-        self.context.history.rows.append((now, kind, source, self.name, transfer.index, layer, "" if mine else "astray"))
+        self.context.history.rows.append((now, kind, source, self.name, transfer.index, layer, None if mine else ASTRAY))
 
     def on_write_done(self, transfer_id: Any, transfer: Transfer, writers: int, sender: str) -> None:
         """A prefill rank says that it wrote; complete at once, or when all writers said so."""
@@ -102,12 +103,12 @@ class DecodeRank(Rank):
     def _used(self, transfer: Transfer, layer: int, count: Count) -> None:
         transfer.used(self.tp, count)
         if count.covered < count.cells:
-            self.context.log("short", self.name, "", transfer.index, layer, f"{count.covered} of {count.cells} cells were right")
+            self.context.log("short", self.name, "", transfer.index, layer, Short(count.covered, count.cells))
 
     def _count_stray(self, cells: int, transfer: Transfer, layer: int) -> None:
         if cells:
             self.context.stray += cells
-            self.context.log("stray", self.name, "", transfer.index, layer, f"{cells} cells")
+            self.context.log("stray", self.name, "", transfer.index, layer, Stray(cells))
 
 
 class DecodeEngine(Engine):
@@ -146,7 +147,7 @@ class DecodeEngine(Engine):
             try:
                 self._abort_before_allocation(transfer, params)
             except PeerRefusal as refusal:
-                self.crash(str(refusal), transfer)
+                self.crash(Raised.by(refusal), transfer)
             return
         self._queue.append((transfer, params))
         self._admit()
@@ -263,7 +264,8 @@ class DecodeEngine(Engine):
         self._failed.discard(index)
         if index not in self._waiting:
             if self.me.release.late_report == "crash":
-                self.crash("AssertionError: a transfer is reported finished whose request does not wait for it", transfer)
+                text = "a transfer is reported finished whose request does not wait for it"
+                self.crash(Raised("AssertionError", text, "late_report"), transfer)
             return True
         self._waiting.remove(index)
         if transfer.aborted:
@@ -324,7 +326,7 @@ class DecodeEngine(Engine):
         try:
             yield from ReadStep(self, transfer).run(leg, local)
         except PeerRefusal as refusal:
-            self.crash(str(refusal), transfer)
+            self.crash(Raised.by(refusal), transfer)
 
     # -- ends -------------------------------------------------------------------------------------------------
 
@@ -375,7 +377,7 @@ class DecodeEngine(Engine):
             return
         leg = self._read_leg(transfer, params)
         if self.me.release.read_pairing == "exact":
-            self.crash("ValueError: 0 local blocks and some remote blocks", transfer)
+            self.crash(Raised("ValueError", "0 local blocks and some remote blocks", "read_pairing"), transfer)
             return
         for rank in self.ranks:
             rank.reader.send_release(leg, [target.tp_rank for target in rank.reader.targets(leg)], transfer)
@@ -411,7 +413,7 @@ class DecodeEngine(Engine):
     def fail(self, transfer: Transfer, why: str) -> None:
         """The request ends with an error, or, if the engine is told so, is prefilled here in other blocks."""
         if self.me.side.load_failure == "recompute" and not transfer.aborted:
-            self.context.log("load_failed", self.name, request=transfer.index, detail=why)
+            self.context.log("load_failed", self.name, request=transfer.index, fields=Why(why))
             self._give_back(transfer)
             self._allocate(transfer)
             self.compute_locally(transfer)
@@ -419,7 +421,7 @@ class DecodeEngine(Engine):
         if not transfer.aborted:
             transfer.bad_end = transfer.bad_end or "failed"
         self._close(transfer)
-        self.context.log("request_failed", self.name, request=transfer.index, detail=why)
+        self.context.log("request_failed", self.name, request=transfer.index, fields=Why(why))
 
     def die(self) -> list[int]:
         inside = super().die()
@@ -438,7 +440,7 @@ class DecodeEngine(Engine):
         transfer.bad_end = "crash"
         return True
 
-    def crash(self, error: str, transfer: Transfer | None, where: str = "") -> None:
+    def crash(self, raised: Raised, transfer: Transfer | None, where: str = "") -> None:
         if transfer is not None:
             transfer.bad_end = "crash"
-        super().crash(error, transfer, where)
+        super().crash(raised, transfer, where)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
+from kvcover.sim.kernel.events import Raised
 from kvcover.sim.moriio.decode import DecodeEngine
 from kvcover.sim.moriio.engine import Engine
 from kvcover.sim.moriio.prefill import PrefillEngine
@@ -51,7 +52,7 @@ class Deployment:
         """Whether every engine's connector takes its cache; one that does not start is known to no router."""
         refused = [(engine, why) for engine in self.engines if (why := engine.me.start_error(self.context.mode))]
         for engine, why in refused:
-            engine.crash(why, None)
+            engine.crash(Raised.by(why), None)
         return not refused
 
     def restart(self, before: Engine) -> None:

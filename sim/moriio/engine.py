@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from kvcover.sim.errors import PeerRefusal
+from kvcover.sim.kernel.events import Raised, Why
 from kvcover.sim.moriio.announce import Announcer
 from kvcover.sim.moriio.effects import ScheduleFaults
 from kvcover.sim.moriio.rank import Rank
@@ -33,7 +34,7 @@ class Engine:
         self.announce = Announcer(context, me, dp, self.name)
         self.faults = ScheduleFaults(context)
         self.refuses = refuses
-        self.crashed = ""
+        self.crashed = False
         self.started = True
         self._early: list[tuple[Transfer, Params, Any]] = []  # legs that came before all ranks were there
 
@@ -64,15 +65,15 @@ class Engine:
         if self.me.release.unsupported == "request_refused":
             transfer.bad_end = "refused"
             transfer.finish()
-            self.context.log("refused", self.name, request=transfer.index, detail=refusal.text)
+            self.context.log("refused", self.name, request=transfer.index, fields=Why(refusal.text))
         else:
-            self.crash(str(refusal), transfer)
+            self.crash(Raised.by(refusal), transfer)
 
-    def crash(self, error: str, transfer: Transfer | None, where: str = "") -> None:
+    def crash(self, raised: Raised, transfer: Transfer | None, where: str = "") -> None:
         """The engine, or its step, is lost, and with it every request in it."""
         if not self.crashed:
-            self.crashed = error
-            self.context.log("crashed", where or self.name, request=transfer.index if transfer else -1, detail=error)
+            self.crashed = True
+            self.context.log("crashed", where or self.name, request=transfer.index if transfer else -1, fields=raised)
 
     @property
     def gone(self) -> bool:

@@ -14,6 +14,7 @@ import numpy as np
 from kvcover.sim.cache.ledger import Codes
 from kvcover.sim.errors import PeerRefusal
 from kvcover.sim.kernel.clock import NEVER
+from kvcover.sim.kernel.events import Raised, Stall
 from kvcover.sim.moriio.engine import Engine
 from kvcover.sim.moriio.legs import Leg, mapped_id_of, ports_in_id, read_leg, transfer_id_of
 from kvcover.sim.moriio.rank import Rank, Tables
@@ -76,7 +77,7 @@ class PrefillRank(Rank):
         """A planned stall of this rank; in a collective the others wait for it."""
         clock = self.context.clock
         while (until := self.stalled_until(clock.now)) > clock.now:
-            self.context.log("stalled", self.name, detail=f"{until - clock.now} ns")
+            self.context.log("stalled", self.name, fields=Stall(until - clock.now))
             yield from self._wait(until - clock.now)
 
     def _report(self, job: Job) -> None:
@@ -106,7 +107,7 @@ class PrefillRank(Rank):
         try:
             wanted = self.me.release.call("acks")(self.me.tp, consumer_tp)
         except PeerRefusal as refusal:
-            self.engine.crash(str(refusal), transfer, self.name)
+            self.engine.crash(Raised.by(refusal), transfer, self.name)
             return
         if self._acks[key] >= wanted:
             self._released.add(key)
@@ -271,7 +272,7 @@ class PrefillEngine(Engine):
         again = waiting.computed > 0 and self.context.mode == "write" and not waiting.params.get("do_remote_decode")
         if not again or self.me.release.plain_chunks != "key_error":
             return False
-        self.crash(f"KeyError: 'P-{waiting.transfer.index}'", waiting.transfer)
+        self.crash(Raised("KeyError", f"'P-{waiting.transfer.index}'", "plain_chunks"), waiting.transfer)
         return True
 
     def _is_last_chunk(self, waiting: Waiting) -> bool:
@@ -297,7 +298,7 @@ class PrefillEngine(Engine):
         try:
             yield from rank.forward(chunk)
         except PeerRefusal as refusal:
-            self.crash(str(refusal), chunk[0][0], rank.name)
+            self.crash(Raised.by(refusal), chunk[0][0], rank.name)
 
     def meet(self) -> Any:
         """A collective: the event on which a rank waits until all ranks of the engine are there."""
@@ -355,7 +356,8 @@ class PrefillEngine(Engine):
             return
         if transfer.index not in self.pool.held:
             if reports == self.me.tp and self.me.release.early_ack == "crash":
-                self.crash("AssertionError: finished sending for a request that is not held", transfer)
+                raised = Raised("AssertionError", "finished sending for a request that is not held", "early_ack")
+                self.crash(raised, transfer)
         elif transfer.index in self._finished:
             self._free(transfer, "freed")
 
@@ -374,7 +376,7 @@ class PrefillEngine(Engine):
             transfer.bad_end = "crash"
         return False
 
-    def crash(self, error: str, transfer: Transfer | None, where: str = "") -> None:
+    def crash(self, raised: Raised, transfer: Transfer | None, where: str = "") -> None:
         if not self.crashed:
             self._died.succeed()
-        super().crash(error, transfer, where)
+        super().crash(raised, transfer, where)

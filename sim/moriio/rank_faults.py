@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 from kvcover.faults import EventFault
 from kvcover.sim.kernel.clock import ns
+from kvcover.sim.kernel.events import Lost, Raised
 from kvcover.sim.moriio.deployment import Deployment
 from kvcover.sim.moriio.engine import Engine
 from kvcover.sim.moriio.rank import Rank
@@ -18,7 +19,7 @@ class RankFaults:
     """The faults of a deployment's ranks. `lose(transfer, why)` tells the client of a request that died with its engine."""
 
     def __init__(
-        self, context: Context, deployment: Deployment, transfers: Sequence[Transfer], lose: Callable[[Transfer, str], None]
+        self, context: Context, deployment: Deployment, transfers: Sequence[Transfer], lose: Callable[[Transfer, Lost], None]
     ) -> None:
         self.context = context
         self._deployment = deployment
@@ -75,11 +76,11 @@ class RankFaults:
             return
         self.context.injector.note(fault)
         rank.deaf = True
-        engine.crash(f"rank {rank.name} died", None, rank.name)
+        engine.crash(Raised("", f"rank {rank.name} died", fault=str(fault)), None, rank.name)
         if fault.kind == "restart-rank":
             for index in engine.die():
                 if engine.cut_off(self._transfers[index]):
-                    self._lose(self._transfers[index], f"{engine.name} died with it")
+                    self._lose(self._transfers[index], Lost("died", f"{engine.name} died with it"))
             for other in engine.ranks:
                 self.context.network.free(other)
             self.context.clock.after(ns(fault.for_ms), lambda _event: self._deployment.restart(engine))

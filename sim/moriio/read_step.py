@@ -9,6 +9,7 @@ import numpy as np
 
 from kvcover.sim.errors import PeerRefusal
 from kvcover.sim.kernel.clock import NEVER
+from kvcover.sim.kernel.events import Raised, Stall
 from kvcover.sim.moriio.legs import Leg
 from kvcover.sim.moriio.reader import Landing, Source
 from kvcover.sim.moriio.transfer import Transfer
@@ -44,8 +45,9 @@ class ReadStep:
             yield self.context.clock.timeout(max(last + 1 - self.context.clock.now, 1))
             if len(self.me.tables) > 1 and self.me.release.failed_blocks == "one_table":
                 if self.context.geometry.has_states:
-                    raise PeerRefusal("TransferError", "a read failed in a model with recurrent states")
-                raise PeerRefusal("RuntimeError", "a read failed: the scheduler takes failed blocks of one block table only")
+                    raise PeerRefusal("TransferError", "a read failed in a model with recurrent states", "states")
+                text = "a read failed: the scheduler takes failed blocks of one block table only"
+                raise PeerRefusal("RuntimeError", text, "failed_blocks")
             self.engine.fail(self.transfer, "reads failed")
             return
         yield from self._use(landings)
@@ -133,7 +135,7 @@ class ReadStep:
         """The step stands still until somebody binds the port, or patience ends: ours (False), or the executor's (it raises)."""
         clock, bound = self.context.clock, self.context.clock.event()
         assert rank.reader.dead is not None
-        self.context.log("stalled", rank.name, detail="handshake vote")
+        self.context.log("stalled", rank.name, fields=Stall(None))
 
         def was_bound() -> None:
             bound.succeed()
@@ -166,7 +168,7 @@ class ReadStep:
             try:
                 rank.reader.send_release(leg, tps, self.transfer)
             except PeerRefusal as refusal:
-                self.engine.crash(str(refusal), self.transfer, rank.name)
+                self.engine.crash(Raised.by(refusal), self.transfer, rank.name)
 
         clock.after(at - clock.now, close)
 
@@ -217,7 +219,7 @@ class ReadStep:
         if wait > self.context.setup.transfer_timeout_ns:
             yield clock.timeout(self.context.setup.transfer_timeout_ns)
             if self.me.release.read_barrier == "step":
-                raise PeerRefusal("TransferError", "reads still in flight at the transfer timeout")
+                raise PeerRefusal("TransferError", "reads still in flight at the transfer timeout", "read_barrier")
             return self.me.release.read_barrier != "step_or_fail"
         yield clock.timeout(wait)
         return True

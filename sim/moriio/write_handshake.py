@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from kvcover.sim.kernel.clock import NEVER
+from kvcover.sim.kernel.events import Dial
 from kvcover.sim.kernel.network import Address
 from kvcover.sim.moriio.rank import AgentKey, Rank
 from kvcover.sim.moriio.write_job import Job
@@ -27,20 +28,20 @@ class Handshakes:
         assert leg is not None
         handshake_ns = self.context.timing.handshake_ns
         at = max(clock.now, self._free_at)
-        reached: list[tuple[AgentKey, Any, str]] = []
+        reached: list[tuple[AgentKey, Any, Dial]] = []
         for key in (key for dp in range(as_int(leg.dp_size)) for key in job.keys(dp)):
             if at >= NEVER:
                 break
             address = self._address(job, key)
             rank = self.context.network.owner(address)
-            what = f"dp{key[0]} tp{job.dialled_tp(key)}"
+            dial = Dial(address[1], key[0], job.dialled_tp(key))
             if rank is None:
-                self.context.log("dial_dead", self.name, f"port {address[1]}", job.transfer.index, detail=f"for {what}")
+                self.context.log("dial_dead", self.name, request=job.transfer.index, fields=dial)
                 self._free_at = at = NEVER
                 self.context.network.when_bound(address, lambda: self._redial(job))
             else:
                 self._free_at = at = at + handshake_ns
-                reached.append((key, rank, f"port {address[1]} for {what}"))
+                reached.append((key, rank, dial))
         peer.ready_at = min(peer.ready_at, at)
         finished = at < NEVER
 
@@ -49,10 +50,10 @@ class Handshakes:
             if self.rank.gone:
                 return
             if position < len(reached):
-                key, rank, port = reached[position]
+                key, rank, dial = reached[position]
                 if key not in peer.agents:
                     peer.agents[key] = rank
-                    self.context.log("dialled", self.name, rank.name, job.transfer.index, detail=port)
+                    self.context.log("dialled", self.name, rank.name, job.transfer.index, fields=dial)
             if position + 1 < len(reached):
                 clock.after(handshake_ns, lambda _event: answered(position + 1))
             elif finished:

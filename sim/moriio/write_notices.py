@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+from kvcover.sim.kernel.events import Sent
 from kvcover.sim.moriio.legs import Leg
 from kvcover.sim.moriio.rank import Rank
 from kvcover.sim.moriio.write_job import Job
@@ -41,7 +42,7 @@ class Notices:
         route = self.last_leg if self.me.release.pod_routing == "worker" and self.last_leg is not None else leg
         offset = self._offset(fold(dp, route.pod_dp), tp, self._known_size(as_int(leg.peer_tp), self.me.tp))
         port = leg.notify_port + offset
-        self.context.log(f"{what}_sent", self.name, f"port {port}", job.transfer.index)
+        self.context.log(f"{what}_sent", self.name, request=job.transfer.index, fields=Sent(port))
         self.context.network.send(self.name, (route.pod_host(dp), port), job.transfer.index, what, deliver)
 
     def _say_done(self, job: Job, writers: int, rank: Rank) -> None:

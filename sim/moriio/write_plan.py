@@ -37,7 +37,7 @@ class WritePlan:
             job.targets = self._map(self.rank.tp, self.me.tp, size, self.context.geometry)
         except PeerRefusal as refusal:
             if self.me.release.write_map_error != "task_fails":
-                raise
+                raise refusal.due_to("write_map_error") from None
             return refusal
         return None
 
@@ -75,7 +75,9 @@ class WritePlan:
         if geometry.state:
             size = self._known_size(as_int(job.leg.peer_tp), self.me.tp)
             if size == self.me.tp != as_int(job.leg.peer_tp):  # 0, which means own size to everything else
-                raise PeerRefusal("NotImplementedError", f"recurrent states of TP size {size} to TP size {job.leg.peer_tp}")
+                raise PeerRefusal(
+                    "NotImplementedError", f"recurrent states of TP size {size} to TP size {job.leg.peer_tp}", "states"
+                )
             part = state_slice(self.rank.tp, self.me.tp, target.tp_rank, size, mine.shape.heads, theirs.shape.heads)
         elif self.me.release.write_plan == "head_slices" and self._by_heads(job, target, rank, group):
             part = Slice(target.local, target.remote, target.count)

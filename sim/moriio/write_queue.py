@@ -8,6 +8,7 @@ from typing import Any
 
 from kvcover.sim.cache.ledger import Copy
 from kvcover.sim.kernel.clock import NEVER
+from kvcover.sim.kernel.events import Failed
 from kvcover.sim.moriio.effects import BROKEN, broken_session, transfer_effect
 from kvcover.sim.moriio.rank import Rank
 from kvcover.sim.moriio.write_job import Job, Wire
@@ -34,7 +35,7 @@ class WriteQueue:
         rank, copy = wire.rank, wire.copy
         assert rank is not None
         if copy is None:
-            self.fail(job, layer, "length out of range")
+            self.fail(job, layer, Failed("length out of range", "bounds"))
         elif self._faulted or rank.gone or wire.entries * self._layers > self._depth:
             self._post_carefully(job, wire, rank, copy, layer)
         else:
@@ -46,12 +47,12 @@ class WriteQueue:
             job.in_flight += 1
             clock.after(land - now, partial(self._landed, job, rank, copy, layer))
 
-    def fail(self, job: Job, layer: int, error: str) -> None:
+    def fail(self, job: Job, layer: int, failed: Failed) -> None:
         """A batch of the job was refused, or ended badly."""
-        job.error = error
+        job.error = failed.error
         if self.rank.gone:
             return
-        self.context.log("transfer_failed", self.name, request=job.transfer.index, layer=layer, detail=error)
+        self.context.log("transfer_failed", self.name, request=job.transfer.index, layer=layer, fields=failed)
 
     def _post_carefully(self, job: Job, wire: Wire, rank: Rank, copy: Copy, layer: int) -> None:
         """Post one batch where the send queue may be full, or a planned fault may act."""
@@ -60,10 +61,10 @@ class WriteQueue:
         rdma = self.context.setup.scenario.rdma
         room_at = self._nic.queue(now, wire.entries, self._depth)
         if wire.entries > self._depth:
-            self.fail(job, layer, "SQ request exceeds capacity")
+            self.fail(job, layer, Failed("SQ request exceeds capacity", "queue"))
             return
         if room_at - now > rdma.sq_wait_s * 1e9:
-            self.fail(job, layer, "SQ full")
+            self.fail(job, layer, Failed("SQ full", "queue"))
             return
         land = self._nic.occupy(rank.nic, room_at, wire.busy_ns) + wire.tail_ns
         self._nic.queued(land, wire.entries)
@@ -72,21 +73,22 @@ class WriteQueue:
         else:
             effect = transfer_effect(self.context, "write", self.name, rank.name, job.transfer.index, layer, land)
         if effect.refused:
-            self.fail(job, layer, effect.refused)
+            self.fail(job, layer, Failed(effect.refused, "planned"))
             return
         job.in_flight += 1
         job.last_land = max(job.last_land, effect.done_at)
         if effect.land_at is not None:
             part = copy.part(effect.fraction)
             clock.after(effect.land_at - now, lambda _event: self._land(job, rank, part, layer))
+        failed = Failed(effect.error, "gone" if rank.gone else "planned") if effect.error else None
         if effect.done_at < NEVER:
-            clock.after(effect.done_at - now, partial(self._completed, job, layer, effect.error))
+            clock.after(effect.done_at - now, partial(self._completed, job, layer, failed))
 
-    def _completed(self, job: Job, layer: int, error: str, _event: Any) -> None:
+    def _completed(self, job: Job, layer: int, failed: Failed | None, _event: Any) -> None:
         """MoRI says that a batch is over, well or not."""
         job.in_flight -= 1
-        if error:
-            self.fail(job, layer, error)
+        if failed is not None:
+            self.fail(job, layer, failed)
         if job.sealed is not None:
             self._over(job)
 
@@ -94,7 +96,7 @@ class WriteQueue:
         self._land(job, rank, copy, layer)
         job.in_flight -= 1
         if rank.gone:
-            self.fail(job, layer, BROKEN)
+            self.fail(job, layer, Failed(BROKEN, "gone"))
         if job.sealed is not None:
             self._over(job)
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from kvcover.sim.cache.ledger import Codes
 from kvcover.sim.errors import PeerRefusal
+from kvcover.sim.kernel.events import Failed, Raised, Sealed, Stall
 from kvcover.sim.moriio.legs import Leg, check_hashable
 from kvcover.sim.moriio.rank import Rank, Tables
 from kvcover.sim.moriio.transfer import Transfer
@@ -83,7 +84,7 @@ class Writer:
             self._schedule(peer.queue.popleft(), layer)
         elif not peer.ready:
             jobs[-1].transfer.timer_fired = True
-            self.context.log("stalled", self.name, request=jobs[-1].transfer.index, layer=layer, detail=f"{waited_ns} ns")
+            self.context.log("stalled", self.name, request=jobs[-1].transfer.index, layer=layer, fields=Stall(waited_ns))
 
     def held_up(self, jobs: list[Job], layer: int) -> bool:
         """Whether a second call for this layer still has something to do, or to wait for."""
@@ -101,8 +102,8 @@ class Writer:
             elif job.scheduled:
                 job.sealed = len(job.scheduled)
                 if job.sealed < self._layers and not job.closed:
-                    detail = f"{job.sealed} of {self._layers} layers"
-                    self.context.log("sealed_short", self.name, request=job.transfer.index, detail=detail)
+                    sealed = Sealed(job.sealed, self._layers)
+                    self.context.log("sealed_short", self.name, request=job.transfer.index, fields=sealed)
         for job in jobs:
             if job.closed or job.sealed is None or job.writes_done < job.sealed:
                 continue
@@ -119,7 +120,7 @@ class Writer:
         if not job.error and not job.in_flight:
             self._finalize(job)
         elif self.me.release.write_failure == "silent":
-            raise PeerRefusal("TransferError", job.error or "transfer timeout")
+            raise PeerRefusal("TransferError", job.error or "transfer timeout", "write_failure")
         else:
             self._close_failed(job)
 
@@ -127,7 +128,7 @@ class Writer:
         """Map this rank onto the peer and see whether its sessions are there; else queue handshakes."""
         refused = self._plan.find_targets(job)
         if refused is not None:
-            self.context.log("map_refused", self.name, request=job.transfer.index, detail=str(refused))
+            self.context.log("map_refused", self.name, request=job.transfer.index, fields=Raised.by(refused))
             job.peer.ready = True
             job.peer.queue.append(job)
             return False
@@ -185,7 +186,8 @@ class Writer:
                 job.transfer.posted_ns = now
         for wire in job.wires[self.me.places[layer][0]]:
             if wire.refusal is not None or wire.rank is None:
-                self.context.log("task_failed", self.name, request=job.transfer.index, layer=layer, detail=str(wire.refusal))
+                assert wire.refusal is not None
+                self.context.log("task_failed", self.name, request=job.transfer.index, layer=layer, fields=Raised.by(wire.refusal))
                 self._close_failed(job)
                 return
             self._queue.post(job, wire, layer)
@@ -232,7 +234,7 @@ class Writer:
 
     def _give_up(self, job: Job) -> None:
         if not job.closed:
-            self._queue.fail(job, -1, "transfer timeout")
+            self._queue.fail(job, -1, Failed("transfer timeout", "timeout"))
             self._close_failed(job)
 
     def _close_failed(self, job: Job) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from kvcover.faults import Injector
 from kvcover.sim.kernel.clock import MS, Clock
+from kvcover.sim.kernel.events import Fields
 from kvcover.sim.kernel.history import History
 from kvcover.sim.kernel.network import Network
 from kvcover.sim.scenario.setup import Setup
@@ -29,6 +30,6 @@ class Context:
         """Virtual time in ms, in which faults are planned."""
         return self.clock.now / MS
 
-    def log(self, kind: str, actor: str, peer: str = "", request: int = -1, layer: int = -1, detail: str = "") -> None:
+    def log(self, kind: str, actor: str, peer: str = "", request: int = -1, layer: int = -1, fields: Fields | None = None) -> None:
         """Append to the history at the present instant."""
-        self.history.rows.append((self.clock.now, kind, actor, peer, request, layer, detail))
+        self.history.rows.append((self.clock.now, kind, actor, peer, request, layer, fields))
