@@ -10,105 +10,19 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
-from kvcover.sim.cache.ledger import Codes, Copy, Count
+from kvcover.sim.cache.ledger import Codes
 from kvcover.sim.cache.memory import Memory
 from kvcover.sim.errors import PeerRefusal
-from kvcover.sim.kernel.events import ASTRAY, Raised, Short, Stray, Why
+from kvcover.sim.kernel.events import Raised, Why
+from kvcover.sim.moriio.decode_rank import DecodeRank
 from kvcover.sim.moriio.engine import Engine
 from kvcover.sim.moriio.legs import Leg, mapped_id_of, ports_in_id, read_leg, transfer_id_of
-from kvcover.sim.moriio.rank import Rank, Tables
-from kvcover.sim.moriio.read_step import ReadStep
-from kvcover.sim.moriio.reader import Reader
+from kvcover.sim.moriio.rank import Tables
+from kvcover.sim.moriio.read_step import LazyReads, ReadStep
+from kvcover.sim.moriio.reports import Reports
 from kvcover.sim.moriio.transfer import Transfer
 from kvcover.sim.scenario.context import Context
 from kvcover.sim.scenario.dispatch import Params
-
-
-class DecodeRank(Rank):
-    """TP rank `tp` of one DP rank of decode; its memory is row `tp` of the engine's ledger."""
-
-    def __init__(self, engine: DecodeEngine, tp: int) -> None:
-        super().__init__(engine.context, engine.me, engine.dp, tp)
-        self.engine = engine
-        self.reader = Reader(self, engine.dp)
-        self.messages: dict[str, int] = {}
-        self._reported_ns: dict[str, int] = {}  # when it last reported each transfer
-        # Transfers that it would report and that no request here has (yet), and whether they failed. The connector keeps
-        # at most 4096 failures, as many as a scenario has requests.
-        self._unmatched: dict[str, bool] = {}
-
-    def land(self, layer: int, copy: Copy, transfer: Transfer, source: str, kind: str) -> None:
-        """A batch landed here. What it changes outside this request's own cells is astray."""
-        engine = self.engine
-        mine = transfer.home is engine
-        if mine and not copy.by_unit and transfer.own_blocks_only:
-            engine.ledger.land(self.tp, layer, transfer.index, copy)
-        else:
-            self._count_stray(engine.ledger.land_astray(self.tp, layer, copy, transfer.index if mine else None), transfer, layer)
-        now = self.context.clock.now
-        if not transfer.went:
-            transfer.landed_ns = now
-        self.context.history.rows.append((now, kind, source, self.name, transfer.index, layer, None if mine else ASTRAY))
-
-    def on_write_done(self, transfer_id: Any, transfer: Transfer, writers: int, sender: str) -> None:
-        """A prefill rank says that it wrote; complete at once, or when all writers said so."""
-        if not isinstance(transfer_id, str):
-            return  # the sender refuses to send an id that is no string
-        count = self.messages.get(transfer_id, 0) + 1
-        if self.me.release.completion == "all_writers" and count < writers:
-            self.messages[transfer_id] = count
-            return
-        self.messages.pop(transfer_id, None)
-        if self.engine.maps(transfer_id):  # else the rank reports nothing (measured)
-            self.context.log("told", self.name, sender, transfer.index)
-        self._report(transfer_id, failed=False)
-
-    def on_write_failed(self, transfer_id: Any, transfer: Transfer, sender: str) -> None:
-        """A prefill rank says that nothing was or will be written; an older release does not know the message."""
-        if self.me.release.expiry == "silent":
-            self.poison("write_failed is unknown to this release", transfer, sender)
-            return
-        key = str(transfer_id)
-        self.messages.pop(key, None)
-        self.context.log("told_failed", self.name, sender, transfer.index)
-        self._report(key, failed=True)
-
-    def _report(self, transfer_id: str, failed: bool) -> None:
-        """Tell the engine; what the rank hears twice within a step is one report, and what nobody waits for is kept."""
-        now = self.context.clock.now
-        if now - self._reported_ns.get(transfer_id, -(1 << 62)) < self.engine.step_ns:
-            return
-        self._reported_ns[transfer_id] = now
-        if not self.engine.report(transfer_id, failed):
-            self._unmatched[transfer_id] = failed or self._unmatched.get(transfer_id, False)
-
-    def report_kept(self, transfer_id: str) -> None:
-        """A request has this transfer from now on: report what came before it."""
-        if (failed := self._unmatched.pop(transfer_id, None)) is None:
-            return
-        if not failed:
-            self.context.log("told", self.name, request=self.engine.request_of(transfer_id))
-        self.engine.report(transfer_id, failed)
-
-    def look(self, transfer: Transfer, layer: int) -> None:
-        """Decode uses this layer now: note what is there."""
-        if self.gone:
-            return
-        self._used(transfer, layer, self.engine.ledger.count(self.tp, layer, transfer.index, transfer.needs[self.tp]))
-
-    def look_at_all(self, transfer: Transfer) -> None:
-        """Decode uses all layers from now on."""
-        self._used(transfer, -1, self.engine.ledger.count_all(self.tp, transfer.index, transfer.needs[self.tp]))
-
-    def _used(self, transfer: Transfer, layer: int, count: Count) -> None:
-        transfer.used(self.tp, count)
-        if count.covered < count.cells:
-            self.context.log("short", self.name, "", transfer.index, layer, Short(count.covered, count.cells))
-
-    def _count_stray(self, cells: int, transfer: Transfer, layer: int) -> None:
-        if cells:
-            self.context.stray += cells
-            self.context.log("stray", self.name, "", transfer.index, layer, Stray(cells))
 
 
 class DecodeEngine(Engine):
@@ -120,19 +34,13 @@ class DecodeEngine(Engine):
         fixed = {b for r in context.setup.requests if r.decode_dp == dp for b in r.decode_blocks or ()}
         super().__init__(context, context.setup.decode, dp, fixed, refuses)
         self.ledger = Memory(self.me.groups, self.me.places, self.me.tp)
-        self.ranks = [DecodeRank(self, tp) for tp in range(self.me.tp)]
-        self.step_ns = context.timing.decode_layer_ns * context.geometry.layers
+        self.reports = Reports(self.me.tp, self._all_reported)
+        self._step_ns = context.timing.decode_layer_ns * context.geometry.layers
+        self.ranks = [DecodeRank(context, dp, tp, self.ledger, self.reports, self._step_ns) for tp in range(self.me.tp)]
         self._queue: deque[tuple[Transfer, Params]] = deque()  # not yet admitted: the pool is full
         self._admitted: list[Transfer] = []
         self._held_up: set[int] = set()  # requests whose step is held up
-        self._mapped: dict[str, Transfer] = {}  # by transfer id, from admission to the request's end
-        self._id_of: dict[int, str] = {}  # by request
-        self._waiting: set[int] = set()  # requests that wait for their KV
-        self._reports: dict[int, int] = {}
-        self._failed: set[int] = set()
-        # READ with lazy handshakes: when a step began to dial and how long it waits, and the reads that it put off
-        self.dialling = (-1, 0)
-        self.put_off: deque[tuple[ReadStep, Leg, list[list[int]]]] = deque()
+        self.lazy = LazyReads()
 
     # -- admission --------------------------------------------------------------------------------------------
 
@@ -187,7 +95,7 @@ class DecodeEngine(Engine):
         request = transfer.request
         tables = self.pool.take_tables(request, self.me, request.decode_blocks)
         self.context.log("allocated", self.name, request=request.index)
-        transfer.admit(tables, self)
+        transfer.admit(tables, self.ledger)
         self._admitted.append(transfer)
         self.ledger.admit(transfer.index, tables)
         if hit := request.decode_hit_blocks:
@@ -203,7 +111,7 @@ class DecodeEngine(Engine):
         transfer_id = transfer_id_of(params, release.transfer_id_missing, f"D-{transfer.index}") if params else None
         blocks: Tables = [table.tolist() for table in self._allocate(transfer)]
         if params:
-            self._map(transfer, str(self._mapped_id(transfer, params)))
+            self.reports.map(transfer, str(self._mapped_id(transfer, params)))
         unwanted = not wanted and release.match_write == "if_do_remote_prefill"
         if unwanted or transfer.request.external_zero:
             if not unwanted:
@@ -211,7 +119,7 @@ class DecodeEngine(Engine):
             self.compute_locally(transfer)
             self._report_kept(transfer)
             return
-        self._waiting.add(transfer.index)
+        self.reports.waiting.add(transfer.index)
         if wanted:
             self.announce.blocks(transfer, params, transfer_id, blocks)
         if release.decode_timer == "recv_abort_timeout":
@@ -226,62 +134,39 @@ class DecodeEngine(Engine):
     def _mapped_id(self, transfer: Transfer, params: Params) -> Any:
         return mapped_id_of(params, self.me.release.transfer_id_missing, f"D-{transfer.index}")
 
-    def _map(self, transfer: Transfer, transfer_id: str) -> None:
-        self._mapped[transfer_id] = transfer
-        self._id_of[transfer.index] = transfer_id
-
     def _report_kept(self, transfer: Transfer) -> None:
         """The step after the request's admission: ranks report what they have heard of its transfer before."""
-        if (transfer_id := self._id_of.get(transfer.index)) is not None:
+        if (transfer_id := self.reports.id_of(transfer)) is not None:
             for rank in self.ranks:
-                rank.report_kept(transfer_id)
+                rank.report_kept(transfer_id, transfer)
 
-    def request_of(self, transfer_id: str) -> int:
-        """The number of the request that has this transfer now."""
-        return self._mapped[transfer_id].index
+    def _all_reported(self, transfer: Transfer, failed: bool) -> None:
+        """All ranks reported the transfer finished.
 
-    def maps(self, transfer_id: str) -> bool:
-        """Whether a request here has this transfer now."""
-        return transfer_id in self._mapped
-
-    def report(self, transfer_id: str, failed: bool) -> bool:
-        """A rank reported the transfer finished; the executor counts reports and does not ask from whom.
-
-        Returns False if no request here has it. One that does not wait for its KV must not be reported: vLLM's
-        scheduler asserts that in every release.
+        One that does not wait for its KV must not be reported: vLLM's scheduler asserts that in every release.
         """
-        transfer = self._mapped.get(transfer_id)
-        if transfer is None:
-            return False
+        if self.crashed:
+            return
         index = transfer.index
-        self._reports[index] = self._reports.get(index, 0) + 1
-        if failed:
-            self._failed.add(index)
-        if self._reports[index] < self.me.tp or self.crashed:
-            return True
-        del self._reports[index]
-        failed = index in self._failed
-        self._failed.discard(index)
-        if index not in self._waiting:
+        if index not in self.reports.waiting:
             if self.me.release.late_report == "crash":
                 text = "a transfer is reported finished whose request does not wait for it"
                 self.crash(Raised("AssertionError", text, "late_report"), transfer)
-            return True
-        self._waiting.remove(index)
+            return
+        self.reports.waiting.remove(index)
         if transfer.aborted:
             self._close(transfer)
         elif failed:
             self.fail(transfer, "prefill reported that its blocks never come")
         else:
             self._go(transfer)
-        return True
 
     def _go(self, transfer: Transfer) -> None:
         """The scheduler resumes the request."""
         self.note_go(transfer)
         for rank in self.ranks:
             rank.look_at_all(transfer)
-        self.generate(transfer, self.step_ns)
+        self.generate(transfer, self._step_ns)
 
     def generate(self, transfer: Transfer, first_ns: int) -> None:
         """The request has its first token after `first_ns`, its last one when it has generated for as long as it wants."""
@@ -289,8 +174,8 @@ class DecodeEngine(Engine):
 
     def _time_out(self, transfer: Transfer) -> None:
         """Nobody said that the blocks are complete, or that they never come, within the receive limit."""
-        if transfer.index in self._waiting and not self.crashed:
-            self._waiting.remove(transfer.index)
+        if transfer.index in self.reports.waiting and not self.crashed:
+            self.reports.waiting.remove(transfer.index)
             self.fail(transfer, "the blocks did not come within the receive limit")
 
     def note_go(self, transfer: Transfer) -> None:
@@ -364,7 +249,7 @@ class DecodeEngine(Engine):
                 rank.look_at_all(transfer)
             self.end(transfer)
         else:
-            self._waiting.add(transfer.index)  # for a second load that nobody sends
+            self.reports.waiting.add(transfer.index)  # for a second load that nobody sends
 
     def _abort_before_allocation(self, transfer: Transfer, params: Params) -> None:
         transfer.aborted = True
@@ -384,26 +269,21 @@ class DecodeEngine(Engine):
 
     def _abort_waiting(self, transfer: Transfer, fault: Any) -> None:
         """The client goes while the KV is on its way: the blocks wait for reports that are no longer matched."""
-        if transfer.ended or transfer.index not in self._waiting:
+        if transfer.ended or transfer.index not in self.reports.waiting:
             return
         self.context.injector.note(fault)
         if self.me.release.abort_waiting == "leak":
-            self._unmap(transfer)
+            self.reports.unmap(transfer)
         transfer.aborted = True
         transfer.finish()
         self.context.log("aborted", self.name, request=transfer.index)
 
     def _close(self, transfer: Transfer) -> None:
         """The request is over and its blocks are free again."""
-        self._unmap(transfer)
+        self.reports.unmap(transfer)
         self._give_back(transfer)
         transfer.finish()
         self._admit()
-
-    def _unmap(self, transfer: Transfer) -> None:
-        """The request ended: its transfer id means nothing here any more, even if another request has it by now."""
-        if (transfer_id := self._id_of.pop(transfer.index, None)) is not None:
-            self._mapped.pop(transfer_id, None)
 
     def _give_back(self, transfer: Transfer) -> None:
         transfer.home = None

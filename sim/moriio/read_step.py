@@ -2,26 +2,61 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Generator
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from kvcover.sim.errors import PeerRefusal
 from kvcover.sim.kernel.clock import NEVER
 from kvcover.sim.kernel.events import Raised, Stall
+from kvcover.sim.moriio.decode_rank import DecodeRank
 from kvcover.sim.moriio.legs import Leg
 from kvcover.sim.moriio.reader import Landing, Source
 from kvcover.sim.moriio.transfer import Transfer
+from kvcover.sim.scenario.context import Context
+from kvcover.sim.scenario.setup import Endpoint
 
-if TYPE_CHECKING:
-    from kvcover.sim.moriio.decode import DecodeEngine, DecodeRank
+
+class LazyReads:
+    """READ with lazy handshakes: when a step of the engine began to dial and how long it waits (ns), and the reads it put off."""
+
+    def __init__(self) -> None:
+        self.dialling = (-1, 0)
+        self.put_off: deque[tuple[ReadStep, Leg, list[list[int]]]] = deque()
+
+
+class Scheduler(Protocol):
+    """What a step asks of the decode engine whose request it runs."""
+
+    context: Context
+    me: Endpoint
+    name: str
+    ranks: list[DecodeRank]
+    lazy: LazyReads
+    crashed: bool
+
+    def note_go(self, transfer: Transfer) -> None:
+        """From here on the request uses its cells."""
+
+    def compute_locally(self, transfer: Transfer) -> None:
+        """Decode prefills by itself."""
+
+    def end(self, transfer: Transfer) -> None:
+        """The request has its tokens."""
+
+    def fail(self, transfer: Transfer, why: str) -> None:
+        """The request does not get its KV."""
+
+    def crash(self, raised: Raised, transfer: Transfer | None, where: str = "") -> None:
+        """The engine is lost."""
 
 
 class ReadStep:
     """One step of one request on all ranks of a decode engine. `run` is a SimPy process."""
 
-    def __init__(self, engine: DecodeEngine, transfer: Transfer) -> None:
+    def __init__(self, engine: Scheduler, transfer: Transfer) -> None:
         self.engine = engine
         self.transfer = transfer
         self.context = engine.context
@@ -69,8 +104,8 @@ class ReadStep:
 
     def _post_put_off(self) -> None:
         """A step that reads also reads for one request whose turn did not come in its own step: too late for its forward."""
-        if self.engine.put_off:
-            step, leg, local = self.engine.put_off.popleft()
+        if self.engine.lazy.put_off:
+            step, leg, local = self.engine.lazy.put_off.popleft()
             step._post(leg, local)
 
     def _plan(self, rank: DecodeRank, leg: Leg, local: list[list[int]]) -> tuple[list[Source], list[int]]:
@@ -98,12 +133,12 @@ class ReadStep:
         """Lazy handshakes: a step that dials reads for its first request alone (up to 0.26.0). Returns how long it waits."""
         now, engine = self.context.clock.now, self.engine
         if wait:
-            self._dials, engine.dialling = True, (now, wait)
-        elif engine.dialling[0] == now:
+            self._dials, engine.lazy.dialling = True, (now, wait)
+        elif engine.lazy.dialling[0] == now:
             self._put_off = True
             self.context.log("put_off", engine.name, request=self.transfer.index)
-            engine.put_off.append((self, leg, local))
-            wait = engine.dialling[1] + 1  # the reads of the step are posted before, and may end it
+            engine.lazy.put_off.append((self, leg, local))
+            wait = engine.lazy.dialling[1] + 1  # the reads of the step are posted before, and may end it
         return wait
 
     def _handshake(self, leg: Leg, local: list[list[int]]) -> Generator[Any, None, bool]:

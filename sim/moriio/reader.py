@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -18,14 +18,10 @@ from kvcover.sim.kernel.clock import NEVER
 from kvcover.sim.kernel.events import Dial, Failed, Sent
 from kvcover.sim.moriio.effects import broken_session, transfer_effect
 from kvcover.sim.moriio.legs import Leg
-from kvcover.sim.moriio.rank import AgentKey
+from kvcover.sim.moriio.prefill import PrefillRank
+from kvcover.sim.moriio.rank import AgentKey, Rank
 from kvcover.sim.moriio.transfer import Transfer
 from kvcover.sim.releases.policies import MOST_HEADS, MOST_RANKS, Target, as_int
-
-if TYPE_CHECKING:
-    from kvcover.sim.moriio.decode import DecodeRank
-    from kvcover.sim.moriio.prefill import PrefillRank
-
 
 Pairs = list[tuple[int, int]]  # (our block, prefill's block)
 
@@ -59,14 +55,14 @@ class Landing(NamedTuple):
 class Reader:
     """The read side of one decode rank."""
 
-    def __init__(self, rank: DecodeRank, dp: int) -> None:
+    def __init__(self, rank: Rank) -> None:
         self.rank = rank
         self.context = rank.context
-        self.me = self.context.setup.decode
+        self.me = rank.me
         self.name = rank.name
         self.agents: dict[AgentKey, Any] = {}
         self.dead: tuple[str, int] | None = None
-        self._reads_started = dp  # the round of flexible reads starts at the DP rank
+        self._reads_started = rank.dp  # the round of flexible reads starts at the DP rank
         rdma = self.context.setup.scenario.rdma
         self._sq_depth = rdma.sq_depth * rdma.queue_pairs
         self._faulted = self.context.injector.plans("transfer")

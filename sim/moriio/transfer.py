@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from kvcover.sim.cache.ledger import Codes, Count
-from kvcover.sim.cache.memory import Needs, needs_of
+from kvcover.sim.cache.memory import Memory, Needs, needs_of
 from kvcover.sim.scenario.setup import Endpoint, Request, Setup
 
 
@@ -87,11 +87,11 @@ class Transfer:
         self.on_finish: Any = None
         self.started_ns = self.posted_ns = self.landed_ns = self.go_ns = -1  # when it left the router, moved, went
         self.ports_off = {"prefill": 0, "decode": 0}  # how far the ports in its id are from those that are bound
-        self.home: object | None = None  # the decode engine that holds its blocks now
+        self.home: Memory | None = None  # of the decode engine that holds its blocks now
         self._decode = decode
 
-    def admit(self, tables: list[Codes], home: object) -> None:
-        """Decode engine `home` allocated blocks: from now on it is known which cells each of its TP ranks needs."""
+    def admit(self, tables: list[Codes], home: Memory) -> None:
+        """A decode engine allocated blocks in `home`: from now on it is known which cells each of its TP ranks needs."""
         self.home = home
         self.decode_tables = tables
         tp = self._decode.tp
