@@ -16,7 +16,7 @@ from kvcover.sim.errors import PeerRefusal
 from kvcover.sim.kernel.events import Raised, Why
 from kvcover.sim.moriio.decode_rank import DecodeRank
 from kvcover.sim.moriio.engine import Engine
-from kvcover.sim.moriio.legs import Leg, mapped_id_of, ports_in_id, read_leg, transfer_id_of
+from kvcover.sim.moriio.legs import Leg
 from kvcover.sim.moriio.rank import Tables
 from kvcover.sim.moriio.read_step import LazyReads, ReadStep
 from kvcover.sim.moriio.reports import Reports
@@ -38,7 +38,7 @@ class DecodeEngine(Engine):
         self._step_ns = context.timing.decode_layer_ns * context.geometry.layers
         self.ranks = [DecodeRank(context, dp, tp, self.ledger, self.reports, self._step_ns) for tp in range(self.me.tp)]
         self._queue: deque[tuple[Transfer, Params]] = deque()  # not yet admitted: the pool is full
-        self._admitted: list[Transfer] = []
+        self._admitted: list[Transfer] = []  # so far, and not only those that are still here
         self._held_up: set[int] = set()  # requests whose step is held up
         self.lazy = LazyReads()
 
@@ -108,10 +108,10 @@ class DecodeEngine(Engine):
     def _admit_write(self, transfer: Transfer, params: Params) -> None:
         release = self.me.release
         wanted = bool(params.get("do_remote_prefill"))
-        transfer_id = transfer_id_of(params, release.transfer_id_missing, f"D-{transfer.index}") if params else None
+        transfer_id = self.transfer_id(transfer, params) if params else None
         blocks: Tables = [table.tolist() for table in self._allocate(transfer)]
         if params:
-            self.reports.map(transfer, str(self._mapped_id(transfer, params)))
+            self.reports.map(transfer, str(self.mapped_id(transfer, params)))
         unwanted = not wanted and release.match_write == "if_do_remote_prefill"
         if unwanted or transfer.request.external_zero:
             if not unwanted:
@@ -130,9 +130,6 @@ class DecodeEngine(Engine):
             after_ns = round((abort.ms or 0.0) * 1e6)
             self.context.clock.after(after_ns, lambda _event: self._abort_waiting(transfer, abort))
         self._report_kept(transfer)
-
-    def _mapped_id(self, transfer: Transfer, params: Params) -> Any:
-        return mapped_id_of(params, self.me.release.transfer_id_missing, f"D-{transfer.index}")
 
     def _report_kept(self, transfer: Transfer) -> None:
         """The step after the request's admission: ranks report what they have heard of its transfer before."""
@@ -193,19 +190,15 @@ class DecodeEngine(Engine):
             self.compute_locally(transfer)
             return
         if params:
-            self._mapped_id(transfer, params)
+            self.mapped_id(transfer, params)
         wanted = params.get("do_remote_prefill") and params.get("remote_block_ids") and "remote_engine_id" in params
-        leg = self._read_leg(transfer, params) if wanted else None
+        leg = self.read_leg(transfer, params, self.context.setup.prefill) if wanted else None
         skipped = transfer.request.decode_hit_blocks if transfer.request.suffix_only else 0
         nothing = transfer.request.external_zero and release.read_pairing != "exact"
         local: Tables = []
         for table, blocks in zip(self.me.tables, self._allocate(transfer), strict=True):
             local.append(blocks.tolist() if table.state else [] if nothing else blocks[skipped:].tolist())  # a state is always read
         self.context.clock.process(self._guarded(transfer, leg, local))
-
-    def _read_leg(self, transfer: Transfer, params: Params) -> Leg:
-        peer = self.context.setup.prefill
-        return read_leg(params, self.me, peer, f"D-{transfer.index}", ports_in_id(self.context.setup, transfer, peer))
 
     def _guarded(self, transfer: Transfer, leg: Leg | None, local: list[list[int]]) -> Generator[Any, None, None]:
         try:
@@ -260,7 +253,7 @@ class DecodeEngine(Engine):
         if self.context.mode == "write":
             self.announce.release(transfer, params, params.get("transfer_id"))
             return
-        leg = self._read_leg(transfer, params)
+        leg = self.read_leg(transfer, params, self.context.setup.prefill)
         if self.me.release.read_pairing == "exact":
             self.crash(Raised("ValueError", "0 local blocks and some remote blocks", "read_pairing"), transfer)
             return

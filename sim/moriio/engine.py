@@ -9,6 +9,7 @@ from kvcover.sim.errors import PeerRefusal
 from kvcover.sim.kernel.events import Raised, Why
 from kvcover.sim.moriio.announce import Announcer
 from kvcover.sim.moriio.effects import ScheduleFaults
+from kvcover.sim.moriio.legs import Leg, mapped_id_of, ports_in_id, read_leg, transfer_id_of
 from kvcover.sim.moriio.rank import Rank
 from kvcover.sim.moriio.transfer import BlockPool, Transfer
 from kvcover.sim.scenario.context import Context
@@ -56,16 +57,35 @@ class Engine:
         """Begin with a request; all ranks are there."""
         raise NotImplementedError
 
+    def transfer_id(self, transfer: Transfer, params: Params) -> Any:
+        """The transfer id that the scheduler finds in a leg. Raises PeerRefusal where it raises."""
+        return transfer_id_of(params, self.me.release.transfer_id_missing, self._request_id(transfer))
+
+    def mapped_id(self, transfer: Transfer, params: Params) -> Any:
+        """The id under which the scheduler maps a request. Raises PeerRefusal where it raises."""
+        return mapped_id_of(params, self.me.release.transfer_id_missing, self._request_id(transfer))
+
+    def read_leg(self, transfer: Transfer, params: Params, peer: Endpoint) -> Leg:
+        """A whole leg that names `peer`. Raises PeerRefusal where the scheduler raises."""
+        return read_leg(params, self.me, peer, self._request_id(transfer), ports_in_id(self.context.setup, transfer, peer))
+
+    def _request_id(self, transfer: Transfer) -> str:
+        return f"{self.me.letter}-{transfer.index}"
+
     def block_count(self, request: Request) -> int:
         """Blocks that the engine allocates for a request: its prompt and the engine's lookahead, in all block tables."""
         return sum(count - skipped for skipped, count in self.me.rows(request.prompt_tokens))
 
+    def refuse(self, transfer: Transfer, why: str) -> None:
+        """The engine refuses the request before anything moves, and the client hears of it."""
+        transfer.bad_end = "refused"
+        transfer.finish()
+        self.context.log("refused", self.name, request=transfer.index, fields=Why(why))
+
     def refuse_or_crash(self, transfer: Transfer, refusal: PeerRefusal) -> None:
         """The connector raised over a request: a correct one answers the client and goes on, others take the engine along."""
         if self.me.release.unsupported == "request_refused":
-            transfer.bad_end = "refused"
-            transfer.finish()
-            self.context.log("refused", self.name, request=transfer.index, fields=Why(refusal.text))
+            self.refuse(transfer, refusal.text)
         else:
             self.crash(Raised.by(refusal), transfer)
 

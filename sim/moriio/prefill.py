@@ -16,7 +16,7 @@ from kvcover.sim.errors import PeerRefusal
 from kvcover.sim.kernel.clock import NEVER
 from kvcover.sim.kernel.events import Raised, Stall
 from kvcover.sim.moriio.engine import Engine
-from kvcover.sim.moriio.legs import Leg, mapped_id_of, ports_in_id, read_leg, transfer_id_of
+from kvcover.sim.moriio.legs import Leg
 from kvcover.sim.moriio.rank import Rank, Tables
 from kvcover.sim.moriio.transfer import Transfer, response_of
 from kvcover.sim.moriio.write_job import Job
@@ -160,7 +160,7 @@ class PrefillEngine(Engine):
         try:
             if self.me.release.unsupported == "request_refused" and (why := self.refuses()):
                 raise PeerRefusal("Refused", why)
-            mapped = self._mapped_id(transfer, params) if params else None
+            mapped = self.mapped_id(transfer, params) if params else None
             leg = self._read(transfer, params)
         except PeerRefusal as refusal:
             self.refuse_or_crash(transfer, refusal)
@@ -181,16 +181,9 @@ class PrefillEngine(Engine):
         if not params.get("do_remote_decode"):
             return None
         if self.context.mode == "read" and self.me.release.prefill_leg_read == "write_only":
-            self._transfer_id(transfer, params)
+            self.transfer_id(transfer, params)
             return None
-        peer = self.context.setup.decode
-        return read_leg(params, self.me, peer, f"P-{transfer.index}", ports_in_id(self.context.setup, transfer, peer))
-
-    def _mapped_id(self, transfer: Transfer, params: Params) -> Any:
-        return mapped_id_of(params, self.me.release.transfer_id_missing, f"P-{transfer.index}")
-
-    def _transfer_id(self, transfer: Transfer, params: Params) -> Any:
-        return transfer_id_of(params, self.me.release.transfer_id_missing, f"P-{transfer.index}")
+        return self.read_leg(transfer, params, self.context.setup.decode)
 
     # -- steps ------------------------------------------------------------------------------------------------
 
@@ -222,7 +215,7 @@ class PrefillEngine(Engine):
         assert transfer.prefill_tables is not None
         try:
             blocks = [table.tolist() for table in transfer.prefill_tables]
-            self.announce.nothing(transfer, params, self._transfer_id(transfer, params), blocks)
+            self.announce.nothing(transfer, params, self.transfer_id(transfer, params), blocks)
         except PeerRefusal as refusal:
             self.refuse_or_crash(transfer, refusal)
 
