@@ -8,7 +8,7 @@ from typing import Any
 
 from kvcover.faults import Fault, KeyFault
 from kvcover.sim.errors import nearest
-from kvcover.sim.moriio.writer import BROKEN
+from kvcover.sim.kernel.events import Dial, Failed, FaultFired, Listener, Lost, Raised
 from kvcover.sim.releases.policies import POLICIES
 from kvcover.sim.releases.records import ConnectorRelease
 from kvcover.sim.results.outcome import intended_peers
@@ -112,9 +112,9 @@ def _wrong_dials(world: World) -> list[Finding]:
     wrong: dict[str, list[tuple[str, str]]] = defaultdict(list)
     requests: dict[str, int] = {}
     peers = {rank.name: rank for engine in world.engines for rank in engine.ranks}
-    for event in world.history.events("dialled"):
-        actor, reached = peers[event.actor], peers[event.peer]
-        meant_dp = int(event.detail.rsplit("dp", 1)[1].split()[0])
+    ports: dict[str, int] = {}
+    for event, dial in world.history.having(Dial, "dialled"):
+        actor, reached, meant_dp = peers[event.actor], peers[event.peer], dial.dp
         intended = set(intended_peers(world, actor.tp))
         if not intended or (reached.engine.dp == meant_dp and reached.tp in intended):
             continue
@@ -122,9 +122,9 @@ def _wrong_dials(world: World) -> list[Finding]:
         meant = span(peer.rank_name(meant_dp, tp) for tp in sorted(intended))
         wrong[event.peer].append((event.actor, meant))
         requests[event.peer] = event.request
+        ports.setdefault(event.peer, dial.port)
     findings = []
     for reached_name, pairs in wrong.items():
-        detail = next(e.detail for e in world.history.events("dialled") if e.peer == reached_name)
         actors = span(dict.fromkeys(actor for actor, _ in pairs))
         meant = span(dict.fromkeys(meant for _, meant in pairs))
         params = _leg(world, side, requests[reached_name])
@@ -132,7 +132,7 @@ def _wrong_dials(world: World) -> list[Finding]:
         findings.append(
             Finding(
                 kind="wrong-peer",
-                text=f"{actors} dialled {detail.split(' for')[0]}, bound by {reached_name}, not {meant}",
+                text=f"{actors} dialled port {ports[reached_name]}, bound by {reached_name}, not {meant}",
                 causes=causes,
             )
         )
@@ -149,19 +149,21 @@ def _map_causes(world: World, side: str, release: ConnectorRelease) -> list[str]
 
 
 def _dead_dials(world: World) -> list[Finding]:
-    dead = world.history.events("dial_dead")
+    dead = world.history.having(Dial, "dial_dead")
     if not dead:
         return []
     side, release = _initiator(world)
-    bound_later = {e.detail.rsplit(":", 1)[1] for e in world.history.events("bound") if e.time_ns > dead[0].time_ns}
-    late = all(e.peer.removeprefix("port ") in bound_later for e in dead)
+    first = dead[0][0]
+    bound_later = {address.port for e, address in world.history.having(Listener, "bound") if e.time_ns > first.time_ns}
+    late = all(dial.port in bound_later for _, dial in dead)
+    ports = span(dict.fromkeys(f"port {dial.port}" for _, dial in dead))
     effect = "which was bound only later; until then " if late else "which nobody bound; "
     effect += "a rank that dials it can't write" if world.mode == "write" else "the whole step waits for it"
-    causes = [] if late else [*_map_causes(world, side, release), *peer_tp_causes(release, _leg(world, side, dead[0].request))]
+    causes = [] if late else [*_map_causes(world, side, release), *peer_tp_causes(release, _leg(world, side, first.request))]
     return [
         Finding(
             kind="dead-port",
-            text=f"{span(dict.fromkeys(e.actor for e in dead))} dialled {span(dict.fromkeys(e.peer for e in dead))}, {effect}",
+            text=f"{span(dict.fromkeys(e.actor for e, _ in dead))} dialled {ports}, {effect}",
             causes=causes,
         )
     ]
@@ -204,70 +206,46 @@ def _bind_failures(world: World) -> list[Finding]:
 
 def _crashes(world: World) -> list[Finding]:
     findings = []
-    planned = [*world.injector.planned("crash-rank"), *world.injector.planned("restart-rank")]
-    for event in world.history.events("crashed"):
+    for event, raised in world.history.having(Raised, "crashed"):
         endpoint = world.setup.prefill if event.actor[0] == "P" else world.setup.decode
         leg = "prefill" if endpoint is world.setup.prefill else "decode"
-        causes = [str(fault) for fault in planned if fault.target == event.actor and event.detail == f"rank {event.actor} died"]
-        causes = causes or _crash_causes(world, endpoint, leg, event.detail)
+        causes = [raised.fault] if raised.fault else _crash_causes(world, endpoint, leg, raised)
         if event.request >= 0 or not causes:  # else it died before there was a leg
             causes += peer_tp_causes(endpoint.release, _leg(world, leg, event.request))
-        findings.append(Finding(kind="crash", text=f"{event.actor} died: {event.detail}", causes=causes))
+        findings.append(Finding(kind="crash", text=f"{event.actor} died: {raised}", causes=causes))
     return findings
 
 
-# What an error says, and the policy that it comes from.
-_ERROR_POLICIES = {
-    "sliding windows": "windows",
-    "block tables, and decode": "windows",
-    "unequal block length": "mixed_layers",
-    "recurrent states": "states",
-    "failed blocks of one block table": "failed_blocks",
-}
-
-
-def _crash_causes(world: World, endpoint: Endpoint, leg: str, error: str) -> list[str]:
+def _crash_causes(world: World, endpoint: Endpoint, leg: str, raised: Raised) -> list[str]:
     """The policy by which an error of the connector became the end of an engine."""
-    release = endpoint.release
-    for what, field in _ERROR_POLICIES.items():
-        if what in error:
-            return [_cause(release, field)]
-    if error.startswith("TimeoutError"):
+    if raised.error == "TimeoutError":
         return [f"executor_timeout_s = {endpoint.side.executor_timeout_s}: vLLM's executor gives up on a step that long"]
-    if "does not wait for it" in error:
-        return [_cause(release, "late_report")]
-    if error.startswith("TransferError"):
-        return [_cause(release, "write_failure" if world.mode == "write" else "read_barrier")]
-    if "unsupported cache shape" in error:
-        return [_cause(release, "cache_layouts")]
-    if world.mode == "read" and error.startswith(("NotImplementedError", "MoRIIOError", "ValueError: TP sizes")):
-        return [_cause(release, "read_guard")]
-    if world.mode == "read" and "at the peer" in error:
-        return [*_unlike_caches(world), _cause(release, "read_guard")]
-    if world.mode == "write" and leg == "prefill" and "TP size" in error:
-        return [_cause(release, "write_map_error")]
-    return []
+    compared = raised.policy == "read_guard" and raised.error == "ValueError"  # blocks and contents, and not only TP sizes
+    unlike = _unlike_caches(world) if compared else []
+    return [*unlike, *([_cause(endpoint.release, raised.policy)] if raised.policy else [])]
 
 
 def _lost(world: World) -> list[Finding]:
     """Requests that the router could not bring to both engines."""
-    requests: dict[str, list[str]] = defaultdict(list)
-    for event in world.history.events("lost"):
-        requests[event.detail].append(str(event.request))
+    requests: dict[Lost, list[str]] = defaultdict(list)
+    for event, lost in world.history.having(Lost, "lost"):
+        requests[lost].append(str(event.request))
     router = world.setup.router
     return [
         Finding(
             kind="lost",
-            text=f"the router lost request {', '.join(lost)}: {why}",
-            causes=[f"{router.name} sends the decode leg to the DP rank that prefill's leg has"] if "rejects" in why else [],
+            text=f"the router lost request {', '.join(whose)}: {lost}",
+            causes=[f"{router.name} sends the decode leg to the DP rank that prefill's leg has"]
+            if lost.reason == "rejected"
+            else [],
         )
-        for why, lost in requests.items()
+        for lost, whose in requests.items()
     ]
 
 
 def _stale_sessions(world: World) -> list[Finding]:
     """Ranks that moved data through a session to memory that a restart has taken away."""
-    broken = [event for event in world.history.events("transfer_failed") if event.detail == BROKEN]
+    broken = [event for event, failed in world.history.having(Failed, "transfer_failed") if failed.source == "gone"]
     back = world.history.events("restarted")
     if not broken or not back:
         return []
@@ -341,30 +319,25 @@ def _block_count(world: World, side: str) -> int:
 
 def _task_failures(world: World) -> list[Finding]:
     grouped: dict[str, list[str]] = defaultdict(list)
-    requests = {}
+    requests, policies = {}, {}
     for event in world.history.events("task_failed", "transfer_failed"):
         if event.actor not in grouped[event.detail]:
             grouped[event.detail].append(event.actor)
         requests[event.detail] = event.request
+        known = event.fields.policy if isinstance(event.fields, Raised) else ""
+        policies[event.detail] = known or ("write_plan" if world.mode == "write" else "read_failure")
     side, release = _initiator(world)
     return [
         Finding(
             kind="transfer-failed",
             text=f"{span(actors)}: {detail}; " + ("the rank reports the transfer finished and tells decode nothing"
                                                    if world.mode == "write" else "its blocks stay as they were"),
-            causes=[*_unlike_caches(world), _cause(release, _failure_policy(world, detail)),
+            causes=[*_unlike_caches(world), _cause(release, policies[detail]),
                     *([_MODEL_HEADS] if world.geometry.mixed and world.mode == "write" else []),
                     *peer_tp_causes(release, _leg(world, side, requests[detail]))],
         )
         for detail, actors in grouped.items()
     ]  # fmt: skip
-
-
-def _failure_policy(world: World, error: str) -> str:
-    """The policy that a failed transfer comes from, or that says what becomes of it."""
-    if "recurrent states" in error:
-        return "states"
-    return "write_plan" if world.mode == "write" else "read_failure"
 
 
 def _untold_prefill(world: World, sets: Sets) -> list[Finding]:
@@ -429,7 +402,7 @@ def _never_told(world: World, ranks: list[RankCoverage], sets: Sets) -> list[Fin
     if not untold:
         return []
     release, history = world.setup.prefill.release, world.history
-    causes = [event.detail for event in history.events("fault_fired") if "-notice:" in event.detail][:1]
+    causes = [fired.fault for _, fired in history.having(FaultFired, "fault_fired") if fired.point == "notice"][:1]
     if history.events("expired"):
         causes.append(_cause(release, "expiry"))
     if history.events("write_done_sent"):
@@ -508,7 +481,7 @@ def _request_failures(world: World) -> list[Finding]:
     requests: dict[str, set[int]] = defaultdict(set)
     for event in world.history.events("request_failed"):
         requests[event.detail].add(event.request)
-    fired = list(dict.fromkeys(event.detail for event in world.history.events("fault_fired")))
+    fired = list(dict.fromkeys(fired.fault for _, fired in world.history.having(FaultFired, "fault_fired")))
     return [
         Finding(kind="request-failed", text=f"request {', '.join(map(str, sorted(failed)))} failed: {why}", causes=fired)
         for why, failed in requests.items()

@@ -8,6 +8,7 @@ import msgspec
 
 from kvcover.sim.cache.ledger import Count
 from kvcover.sim.errors import PeerRefusal
+from kvcover.sim.kernel.events import ASTRAY
 from kvcover.sim.moriio.transfer import Transfer
 from kvcover.sim.releases.policies import map_fan
 from kvcover.sim.results.checkers import Plan
@@ -93,7 +94,7 @@ def rank_coverages(world: World, tallies: list[list[Tally]]) -> list[RankCoverag
 def sets_of(world: World, ranks: list[RankCoverage]) -> Sets:
     """Names of ranks, in (dp, tp) order."""
     decode, prefill, history = world.setup.decode, world.setup.prefill, world.history
-    landed = {peer for _, _, _, peer, _, _, detail in history.rows_of("wrote", "read") if detail != "astray"}
+    landed = {peer for _, _, _, peer, _, _, fields in history.rows_of("wrote", "read") if fields is not ASTRAY}
     heard = {e.actor for e in history.events("blocks_ready" if world.mode == "write" else "release")}
     released = {e.actor for e in history.events("released")}
     return Sets(

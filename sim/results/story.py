@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from kvcover.sim.kernel.events import Dial, Sent
 from kvcover.sim.kernel.history import Event
 from kvcover.sim.results.findings import peer_tp_causes, span
 from kvcover.sim.results.outcome import request_outcome, request_tallies
@@ -113,7 +114,7 @@ def _line(group: list[Event]) -> str:
     when = f"{first.time_ns / 1e6:.3f}" if first.time_ns == last.time_ns else f"{first.time_ns / 1e6:.3f}–{last.time_ns / 1e6:.3f}"
     text = _TOLD[first.kind].format(
         who=span(dict.fromkeys(event.actor for event in group)),
-        whom=_ports(dict.fromkeys(event.peer for event in group if event.peer)),
+        whom=_whom(group),
         n=len(group),
         layers=len({event.layer for event in group}),
         detail=first.detail,
@@ -121,11 +122,13 @@ def _line(group: list[Event]) -> str:
     return f"{when} ms  {text}"
 
 
-def _ports(names: Iterable[str]) -> str:
-    """Ports and ranks as people read them: `ports 62005–62012`."""
-    listed = list(names)
-    numbers = sorted(int(name[5:]) for name in listed if name.startswith("port ") and name[5:].isdecimal())
-    if len(numbers) == len(listed) > 1:
+def _whom(group: list[Event]) -> str:
+    """Peers, or else the ports that were meant, as people read them: `ports 62005–62012`."""
+    listed = list(dict.fromkeys(event.peer for event in group if event.peer))
+    numbers = sorted({event.fields.port for event in group if isinstance(event.fields, Sent | Dial) and not event.peer})
+    if len(numbers) == 1:
+        return f"port {numbers[0]}"
+    if numbers:
         neighbours = numbers == list(range(numbers[0], numbers[0] + len(numbers)))
         return f"ports {numbers[0]}–{numbers[-1]}" if neighbours else "ports " + ", ".join(map(str, numbers))
     return span(listed) if listed else "nobody"

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from kvcover.sim.kernel.history import KINDS
+from kvcover.sim.kernel.events import KINDS
 from kvcover.sim.world import World
 
 _US = 1000.0  # ns in the format's unit
@@ -55,13 +55,13 @@ def _names(world: World, places: dict[str, tuple[int, int]]) -> Iterator[_Event]
 
 
 def _instants(world: World, places: dict[str, tuple[int, int]]) -> Iterator[_Event]:
-    for time_ns, kind, actor, peer, request, layer, detail in world.history.rows:
+    for time_ns, kind, actor, peer, request, layer, fields in world.history.rows:
         pid, tid = places[actor]
         said: dict[str, Any] = {"what": KINDS[kind]}
         said |= {"peer": peer} if peer else {}
         said |= {"request": request} if request >= 0 else {}
         said |= {"layer": layer} if layer >= 0 else {}
-        said |= {"detail": detail} if detail else {}
+        said |= {"detail": str(fields)} if fields is not None else {}
         yield _Event(kind, "i", pid, tid, ts=time_ns / _US, s="t", args=said)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kvcover import RELEASES, Result, build, resolve, run, run_world
-from kvcover.sim.kernel.history import KINDS
+from kvcover.sim.kernel.events import KINDS
 from kvcover.sim.results.story import _TOLD, story
 
 MLA, EIGHT, TWO = "layers=2,mla=64+16", "layers=2,kv_heads=8,head_dim=8", "layers=2,kv_heads=2,head_dim=8"
