@@ -10,8 +10,10 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import wait
 from typing import Any
 
-from kvcover.real_backend.driver.case import ConnectorCase, Coverage, Forward, Leg, Raised, Side, StepReport
 from kvcover.real_backend.driver.processes import Child, ProcessDied
+from kvcover.real_backend.driver.reports import Coverage, Forward, Raised, StepReport
+from kvcover.real_backend.driver.trial import Side, Trial
+from kvcover.sim.scenario.dispatch import Params
 
 _IDLE_S = 0.004
 _LAST_WORDS_S = 0.5
@@ -62,16 +64,16 @@ class Engine(threading.Thread):
 
     def __init__(
         self,
-        case: ConnectorCase,
+        trial: Trial,
         side: Side,
         scheduler: Child,
         ranks: list[Child],
-        on_response: Callable[[int, Leg], None],
+        on_response: Callable[[int, Params], None],
         aborts: Mapping[int, Abort],
         stops: Mapping[int, Callable[[], None]],
     ) -> None:
         super().__init__(daemon=True, name=f"{side} {ranks[0].name}")
-        self.case, self.side, self.ranks = case, side, ranks
+        self.trial, self.side, self.ranks = trial, side, ranks
         self.tracked: dict[str, Tracked] = {}
         self.raised: list[Raised] = []
         self.stalled: list[str] = []
@@ -82,10 +84,10 @@ class Engine(threading.Thread):
         self._on_response = on_response
         self._aborts = dict(aborts)
         self._stops = dict(stops)
-        self._inbox: queue.SimpleQueue[tuple[int, str, Leg]] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[tuple[int, str, Params]] = queue.SimpleQueue()
         self._stopping = threading.Event()
 
-    def submit(self, index: int, request_id: str, leg: Leg) -> None:
+    def submit(self, index: int, request_id: str, leg: Params) -> None:
         """Hand a leg to the engine; it is admitted at the next step."""
         self._inbox.put((index, request_id, leg))
 
@@ -101,8 +103,8 @@ class Engine(threading.Thread):
     @property
     def step_limit_s(self) -> float:
         """Longest step that can still end: each layer may wait for a handshake twice, and reads have their own limit."""
-        case = self.case
-        return 2 * case.model.layers * case.transfer_timeout_s + case.timers.read_abort_s + 1.0
+        limits = self.trial.limits
+        return 2 * self.trial.setup.geometry.layers * limits.transfer_s + limits.read_abort_s + 1.0
 
     def run(self) -> None:
         """Body of the thread."""
@@ -149,19 +151,19 @@ class Engine(threading.Thread):
         if reports is not None:
             self._after_step(scheduled, use, reports)
 
-    def _admit(self, index: int, request_id: str, leg: Leg) -> Tracked | None:
-        plan = self.case.requests[index]
-        blocks = plan.tables(self.side, self.case.tables(self.side))
+    def _admit(self, index: int, request_id: str, leg: Params) -> Tracked | None:
+        plan = self.trial.setup.requests[index]
+        blocks = self.trial.tables[index][self.side]
         request = self.tracked[request_id] = Tracked(index, request_id)
         self._progress()
         abort = self._aborts.get(index)
         if abort is not None and abort.at == "before":
-            self._ask_scheduler("abort_before", request_id, leg, self.case.tokens(index))
+            self._ask_scheduler("abort_before", request_id, leg, plan.prompt_tokens)
             abort.note()
             request.state = "ended"
             return None if self.dead else request
         external_zero = self.side == "decode" and plan.external_zero
-        admission = self._ask_scheduler("admit", request_id, leg, blocks, self.case.tokens(index), external_zero)
+        admission = self._ask_scheduler("admit", request_id, leg, blocks, plan.prompt_tokens, external_zero)
         if admission is None:
             return None
         request.state = "waiting" if admission.wait else "running"
@@ -211,7 +213,7 @@ class Engine(threading.Thread):
                 report = reports[rank.name] = StepReport(raised=answer) if isinstance(answer, Raised) else answer
                 if report.raised:
                     deadline = min(deadline, time.monotonic() + _LAST_WORDS_S)
-        if time.monotonic() - self.step_started > self.case.transfer_timeout_s:
+        if time.monotonic() - self.step_started > self.trial.limits.transfer_s:
             for request_id in scheduled:
                 self.tracked[request_id].overran = True
         self.step_started = None
@@ -261,7 +263,7 @@ class Engine(threading.Thread):
         if result is None:
             return None
         for request in self.tracked.values():
-            blocks = set(self.case.requests[request.index].decode_blocks)
+            blocks = set(self.trial.blocks("decode", request.index))
             request.failed |= self.side == "decode" and not blocks.isdisjoint(result.invalid_blocks)
         return set(result.sent), set(result.received), set(result.failed)
 
@@ -275,7 +277,8 @@ class Engine(threading.Thread):
             if not request.steps:
                 request.first_token = time.monotonic()
             request.steps += 1
-            generating = time.monotonic() - request.first_token < self.case.requests[request.index].generate_s
+            generate_ns = self.trial.setup.requests[request.index].generate_ns
+            generating = time.monotonic() - request.first_token < generate_ns / 1e9
             if request.steps < _DECODE_STEPS or generating:
                 return
             if (abort := self._aborts.get(request.index)) is not None and abort.at == "after":

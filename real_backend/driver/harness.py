@@ -1,4 +1,4 @@
-"""Run connector cases: real connectors of one or two vLLM releases, one process a rank, over the stand-in `mori.io`.
+"""Run trials: real connectors of one or two vLLM releases, one process a rank, over the stand-in `mori.io`.
 
 Real: the connector, both sides; its sockets; the model runner's connector life cycle; the executor's aggregation.
 Modelled: the scheduler's state machine, the forward pass, the router, and MoRI-IO itself. Engines keep stepping, as
@@ -20,22 +20,23 @@ from pathlib import Path
 from typing import Any
 
 from kvcover.real_backend.driver.book import SharedInjector
-from kvcover.real_backend.driver.case import CaseResult, ConnectorCase, Leg, Raised, RankReport, Side
 from kvcover.real_backend.driver.engine import Abort, Engine, Tracked
 from kvcover.real_backend.driver.processes import Child, Ports, ProcessDied, TreeServer, reserve_ports
 from kvcover.real_backend.driver.rank_faults import RankFaults
+from kvcover.real_backend.driver.reports import Raised, RankReport, TrialResult
+from kvcover.real_backend.driver.trial import SIDES, Side, Trial
 from kvcover.real_backend.driver.verdict import EngineKey, Evidence, conclude, not_started
 from kvcover.sim.errors import TierError
+from kvcover.sim.scenario.dispatch import Params
 
 _POLL_S = 0.01
 _SETTLE_S = 0.15
 _BIND_LIMIT_S = 0.5
 _RESTART_LIMIT_S = 10.0
-_SIDES: tuple[Side, Side] = ("prefill", "decode")
 
 
 class Harness:
-    """Holds one imported release, or two if the engines differ. `run` any number of cases, from any thread."""
+    """Holds one imported release, or two if the engines differ. `run` any number of trials, from any thread."""
 
     def __init__(self, tree: Path | None, work: Path, read_abort_s: float = 2.0, decode_tree: Path | None = None) -> None:
         """Start importing vLLM from `tree` (None: the installed one); decode's comes from `decode_tree` if that is given.
@@ -64,43 +65,44 @@ class Harness:
         self._servers[side].await_ready()
         return self._servers[side].info
 
-    def run(self, case: ConnectorCase) -> CaseResult:
-        """Run `case` from start to end; never longer than the connector's own timers plus the start.
+    def run(self, trial: Trial) -> TrialResult:
+        """Run `trial` from start to end; never longer than the connector's own timers plus the start.
 
         Whatever the connector does is a result. Raises TierError if a process died or the harness can't drive the tree,
-        OSError if no ports are free, ValueError for a case that would measure the harness.
+        OSError if no ports are free, ValueError for a trial that would measure the harness.
         """
         try:
-            return self._run(case)
+            return self._run(trial)
         except ProcessDied as error:
             raise _as_tier_error(error) from None
 
-    def _run(self, case: ConnectorCase) -> CaseResult:
+    def _run(self, trial: Trial) -> TrialResult:
         started = time.monotonic()
-        if case.model.layers == 1 and not case.model.mla and any(self.info(side)["head_axis"] for side in _SIDES):
+        geometry = trial.setup.geometry
+        if geometry.layers == 1 and not geometry.mla and any(self.info(side)["head_axis"] for side in SIDES):
             # Newer releases register a single storage as one region, and of split K and V only the first half of it.
             raise ValueError("one layer of split K and V is not what this release's model runner makes: use two layers")
-        for side in _SIDES:
+        for side in SIDES:
             self._servers[side].await_ready()
         with tempfile.TemporaryDirectory(dir=self._work) as folder, reserve_ports() as reserved:
-            book = SharedInjector(case.plan.faults, Path(folder) / "book")
-            faults = RankFaults(case, book)
-            ports = dict(zip(_SIDES, reserved, strict=True))
-            with self._children(case.for_ranks(Path(folder) / "book"), Path(folder), ports, faults) as children:
-                return drive(case, children, faults, book, 10.0 + case.ranks, started)
+            book = SharedInjector(trial.setup.faults, Path(folder) / "book")
+            faults = RankFaults(trial, book)
+            ports = dict(zip(SIDES, reserved, strict=True))
+            with self._children(replace(trial, book=Path(folder) / "book"), Path(folder), ports, faults) as children:
+                return drive(trial, children, faults, book, 10.0 + trial.ranks, started)
 
     @contextmanager
-    def _children(self, case: ConnectorCase, folder: Path, ports: dict[Side, Ports], faults: RankFaults) -> Iterator[Children]:
+    def _children(self, trial: Trial, folder: Path, ports: dict[Side, Ports], faults: RankFaults) -> Iterator[Children]:
         run = f"run {next(self._runs)}"
         # All configurations first: the children are forked from a process with one thread and everything built.
-        for side in _SIDES:
-            self._servers[side].call("configure", run, case, side, list(range(case.engine(side).dp)), ports[side])
+        for side in SIDES:
+            self._servers[side].call("configure", run, trial, side, list(range(trial.endpoint(side).dp)), ports[side])
         children = Children(ports, {}, {})
         log = self._work / "children.log"
-        children.fork = lambda key: self._fork_engine(run, case, key, children, folder, log, faults)
+        children.fork = lambda key: self._fork_engine(run, trial, key, children, folder, log, faults)
         try:
-            for side in _SIDES:
-                for dp in range(case.engine(side).dp):
+            for side in SIDES:
+                for dp in range(trial.endpoint(side).dp):
                     children.fork((side, dp))
             yield children
         finally:
@@ -110,32 +112,32 @@ class Harness:
                 child.close()
 
     def _fork_engine(
-        self, run: str, case: ConnectorCase, key: tuple[Side, int], children: Children, folder: Path, log: Path, faults: RankFaults
+        self, run: str, trial: Trial, key: tuple[Side, int], children: Children, folder: Path, log: Path, faults: RankFaults
     ) -> None:
-        (side, dp), size, server = key, case.engine(key[0]), self._servers[key[0]]
+        (side, dp), endpoint, server = key, trial.endpoint(key[0]), self._servers[key[0]]
         ports = children.ports
         name = f"{side} scheduler {dp}"
         children.schedulers[key] = Child(name, server, run, "scheduler", (side, dp, log, ports), ask=False)
         children.ranks[key] = []
-        for tp in range(size.tp):
-            name = size.rank_name(side, dp, tp)
+        for tp in range(endpoint.tp):
+            name = endpoint.rank_name(dp, tp)
             meeting = folder / f"{side}{dp}-{len(children.gone)}"
             arguments = (side, dp, log, tp, meeting, ports, faults.late.get(name, 0.0))
             children.ranks[key].append(Child(name, server, run, "rank", arguments, ask=True))
 
 
 def drive(
-    case: ConnectorCase, children: Children, faults: RankFaults, book: SharedInjector, start_limit_s: float, started: float
-) -> CaseResult:
-    """Wait until all children are up, run the case and judge it; `started` is when it began, on the monotonic clock."""
+    trial: Trial, children: Children, faults: RankFaults, book: SharedInjector, start_limit_s: float, started: float
+) -> TrialResult:
+    """Wait until all children are up, run the trial and judge it; `started` is when it began, on the monotonic clock."""
     problem = children.await_start(start_limit_s, faults.late)
     if problem:
         refuse_misfits(problem[0])
-        return not_started(case, *problem, time.monotonic() - started)
+        return not_started(trial, *problem, time.monotonic() - started)
     children.introduce(faults.late)
-    run = Run(case, children, faults, book)
+    run = Run(trial, children, faults, book)
     run.drive()
-    evidence = Evidence(case, run.engines, children.ranks, run.transfer_ids, children.past)
+    evidence = Evidence(trial, run.engines, children.ranks, run.transfer_ids, children.past)
     result = conclude(evidence, time.monotonic() - started, book.totals())
     refuse_misfits(list(result.raised))
     return result
@@ -236,22 +238,23 @@ class _Leg:
     dp: int
     index: int
     request_id: str
-    params: Leg
+    params: Params
 
 
 class Run:
     """The router's part, and the decision when a run is over."""
 
-    def __init__(self, case: ConnectorCase, children: Children, faults: RankFaults, book: SharedInjector) -> None:
-        self._case = case
+    def __init__(self, trial: Trial, children: Children, faults: RankFaults, book: SharedInjector) -> None:
+        self._trial = trial
+        self._requests, self._mode = trial.setup.requests, trial.setup.scenario.mode
         self._children = children
         self._ports = children.ports
         self._lock = threading.Lock()
         self._faults, self._book = faults, book
-        self._unsent = sorted(range(len(case.requests)), key=lambda index: case.requests[index].arrival_s)
+        self._unsent = sorted(range(len(self._requests)), key=lambda index: self._requests[index].arrival_ns)
         self._down: set[EngineKey] = set()
         self._late_legs: list[_Leg] = []
-        self.transfer_ids: list[set[str]] = [set() for _ in case.requests]
+        self.transfer_ids: list[set[str]] = [set() for _ in self._requests]
         self.engines = {key: self._engine(key) for key in children.ranks}
 
     def drive(self) -> None:
@@ -283,19 +286,18 @@ class Run:
     def _engine(self, key: EngineKey) -> Engine:
         aborts, stops = (self._aborts(), {}) if key[0] == "decode" else ({}, self._stops())
         children = self._children
-        return Engine(self._case, key[0], children.schedulers[key], children.ranks[key], self._prefill_done, aborts, stops)
+        return Engine(self._trial, key[0], children.schedulers[key], children.ranks[key], self._prefill_done, aborts, stops)
 
     def _ranks(self) -> dict[str, Child]:
         return {rank.name: rank for rank in self._children.all_ranks()}
 
     def _send_due(self, now_s: float) -> None:
         """Send the legs of all requests that have arrived: in WRITE both at once."""
-        while self._unsent and self._case.requests[self._unsent[0]].arrival_s <= now_s:
+        while self._unsent and self._requests[self._unsent[0]].arrival_ns <= now_s * 1e9:
             index = self._unsent.pop(0)
-            request = self._case.requests[index]
-            if self._case.mode == "write":
+            if self._mode == "write":
                 self._send_decode(index, {})
-            self._send("prefill", request.prefill_dp, index, dict(request.prefill_leg))
+            self._send("prefill", self._requests[index].prefill_dp, index, dict(self._trial.legs[index].prefill))
 
     def _restart_due(self, now_s: float) -> None:
         """End engines whose restart begins, and start those anew whose restart ends."""
@@ -330,28 +332,26 @@ class Run:
 
     def _aborts(self) -> dict[int, Abort]:
         found: dict[int, Abort] = {}
-        for fault in self._case.plan.events:
+        for fault in self._trial.events:
             if fault.kind == "abort":
                 note = functools.partial(self._book.note, fault)
                 found[int(fault.target)] = Abort(fault.at or "waiting", (fault.ms or 0.0) / 1e3, note)
         return found
 
     def _stops(self) -> dict[int, Callable[[], None]]:
-        planned = [fault for fault in self._case.plan.events if fault.kind == "stop-at-prefill"]
+        planned = [fault for fault in self._trial.events if fault.kind == "stop-at-prefill"]
         return {int(fault.target): functools.partial(self._book.note, fault) for fault in planned}
 
-    def _prefill_done(self, index: int, response: Leg) -> None:
-        if self._case.mode == "read":
+    def _prefill_done(self, index: int, response: Params) -> None:
+        if self._mode == "read":
             self._send_decode(index, response)
 
-    def _send_decode(self, index: int, response: Leg) -> None:
-        request = self._case.requests[index]
-        leg = request.decode_leg(response) if callable(request.decode_leg) else dict(request.decode_leg)
-        self._send("decode", request.decode_dp, index, leg)
+    def _send_decode(self, index: int, response: Params) -> None:
+        self._send("decode", self._requests[index].decode_dp, index, self._trial.legs[index].decode(response))
 
-    def _send(self, side: Side, dp: int, index: int, leg: Leg) -> None:
-        off = self._case.requests[index].ports_off
-        named = [(self._ports[each], off.get(each, 0)) for each in _SIDES]
+    def _send(self, side: Side, dp: int, index: int, leg: Params) -> None:
+        off = self._trial.legs[index].ports_off
+        named = [(self._ports[each], off.get(each, 0)) for each in SIDES]
         addresses = [replace(ports, handshake=ports.handshake + by, notify=ports.notify + by).zmq_address for ports, by in named]
         router_id = f"___prefill_addr_{addresses[0]}___decode_addr_{addresses[1]}_{index:032x}"
         request_id = f"cmpl-{router_id}-0-{'a' * 8 if side == 'prefill' else 'd' * 8}"
@@ -382,13 +382,13 @@ class Run:
     def _lose(self, side: Side, dp: int, index: int, request_id: str) -> None:
         """A leg reaches no engine. In WRITE the router hears of a lost prefill leg when decode has answered, if ever."""
         self.engines[side, dp].tracked[request_id] = Tracked(index, request_id, "ended", failed=True)
-        if side == "prefill" and self._case.mode == "read":
-            decode = self.engines["decode", self._case.requests[index].decode_dp]
+        if side == "prefill" and self._mode == "read":
+            decode = self.engines["decode", self._requests[index].decode_dp]
             decode.tracked[request_id] = Tracked(index, request_id, "ended", failed=True)
 
     def _all_ended(self) -> bool:
         requests = [request for engine in self.engines.values() for request in engine.tracked.values()]
-        return len(requests) == 2 * len(self._case.requests) and all(request.state in ("ended", "lost") for request in requests)
+        return len(requests) == 2 * len(self._requests) and all(request.state in ("ended", "lost") for request in requests)
 
     def _over(self) -> bool:
         now = time.monotonic()
@@ -405,10 +405,10 @@ class Run:
         return quiet > self._quiet_limit_s()
 
     def _quiet_limit_s(self) -> float:
-        case = self._case
-        timers = max(case.transfer_timeout_s, case.defer_timeout_s)
-        longest = timers if case.mode == "write" else max(timers, case.timers.read_abort_s)
-        return longest + 0.6 + self._faults.longest_s + max(request.generate_s for request in case.requests)
+        limits = self._trial.limits
+        timers = max(limits.transfer_s, limits.defer_s)
+        longest = timers if self._mode == "write" else max(timers, limits.read_abort_s)
+        return longest + 0.6 + self._faults.longest_s + max(request.generate_ns for request in self._requests) / 1e9
 
 
 def _as_tier_error(error: Exception) -> Exception:

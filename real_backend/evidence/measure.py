@@ -16,9 +16,9 @@ from typing import Any
 
 import msgspec
 
-from kvcover.real_backend.driver.case import CaseResult
 from kvcover.real_backend.driver.harness import Harness
 from kvcover.real_backend.driver.race import NO_BARRIER, OVERWRITTEN, Race
+from kvcover.real_backend.driver.reports import TrialResult
 from kvcover.real_backend.evidence.observe import Observed, observe, tree_at
 from kvcover.real_backend.evidence.plan import RELEASES, Planned, planned
 from kvcover.sim.results.result import Result
@@ -122,7 +122,7 @@ def _row(what: Planned, results: Sequence[Result], race: Race | None, date: str)
     return row | {"origin": "real connector", "date": date}
 
 
-def _never_right(runs: Sequence[CaseResult]) -> bool:
+def _never_right(runs: Sequence[TrialResult]) -> bool:
     """Whether no order of the writers makes a cell right: all repeats agree, nothing is covered and bytes went astray.
 
     Then the writers' layout doesn't fit the reader's, and whoever is last leaves a wrong cell.

@@ -18,8 +18,8 @@ from typing import Any
 
 from kvcover.faults import EventFault
 from kvcover.real_backend.driver.book import SharedInjector
-from kvcover.real_backend.driver.case import ConnectorCase, Side
 from kvcover.real_backend.driver.processes import Ports
+from kvcover.real_backend.driver.trial import Side, Trial
 
 NOTICE_KINDS = ("drop-notice", "duplicate-notice", "delay-notice", "reorder-notice", "poison-notice", "misroute-notice",
                 "replay-notice")  # fmt: skip
@@ -37,8 +37,8 @@ _Lists = tuple[list[int], list[int], list[int]]
 class Injection:
     """The faults of one process. `bound` are its ports, `dialled` the handshake ports it went to, in order."""
 
-    def __init__(self, case: ConnectorCase, side: Side, name: str, ports: dict[Side, Ports]) -> None:
-        self.case, self.side, self.name, self.ports = case, side, name, ports
+    def __init__(self, trial: Trial, side: Side, name: str, ports: dict[Side, Ports]) -> None:
+        self.trial, self.side, self.name, self.ports = trial, side, name, ports
         self.bound: list[int] = []
         self.dialled: list[int] = []
         self.spoilt: dict[tuple[str, str, int], str] = {}
@@ -46,8 +46,8 @@ class Injection:
         self.layers: list[tuple[int, int]] = []
         """Address and bytes of each layer's cache."""
         self._owners: dict[int, str] = {}
-        plan = case.plan
-        self._injector = SharedInjector(plan.faults, plan.book) if plan.faults and plan.book else None
+        faults, book = trial.setup.faults, trial.book
+        self._injector = SharedInjector(faults, book) if faults and book else None
 
     def meet(self, bound: dict[int, str]) -> None:
         """Learn which rank listens on which port."""
@@ -109,17 +109,17 @@ class Injection:
         """The request that an id belongs to, -1 if that can't be told."""
         found = _INDEX.search(text)
         index = int(found[1], 16) if found else -1
-        return index if index < len(self.case.requests) else -1
+        return index if index < len(self.trial.setup.requests) else -1
 
     def cell_of(self, address: int) -> tuple[int, int]:
         """Layer and request of an address in this rank's cache, -1 where it is nobody's."""
-        size = self.case.engine(self.side)
+        num_blocks = self.trial.endpoint(self.side).shape.num_blocks
         for layer, (start, length) in enumerate(self.layers):
             if start <= address < start + length:
-                kind = self.case.model.at(layer)
+                kind = self.trial.setup.geometry.at(layer)
                 plane = length if kind.state else length // kind.planes
-                block = (address - start) % plane // (plane // size.num_blocks)
-                mine = (i for i, request in enumerate(self.case.requests) if block and block in request.blocks(self.side))
+                block = (address - start) % plane // (plane // num_blocks)
+                mine = (i for i in range(len(self.trial.tables)) if block and block in self.trial.blocks(self.side, i))
                 return layer, next(mine, -1)
         return -1, -1
 
@@ -241,7 +241,7 @@ class _Session:
         self._base = int(getattr(local, "data", 0))
         tp, dp = (int(part[2:]) for part in str(remote.engine_key).split(":")[-2:])  # role:host:port:tp<r>:dp<d>
         peer: Side = "decode" if injection.side == "prefill" else "prefill"
-        self._peer = injection.case.engine(peer).rank_name(peer, dp, tp)
+        self._peer = injection.trial.endpoint(peer).rank_name(dp, tp)
         self._full = 0
         self._refused: set[_Batch] = set()
 
