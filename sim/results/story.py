@@ -7,9 +7,9 @@ from collections.abc import Iterable
 from kvcover.sim.kernel.events import Dial, Sent
 from kvcover.sim.kernel.history import Event
 from kvcover.sim.results.findings import peer_tp_causes, span
-from kvcover.sim.results.outcome import request_outcome, request_tallies
+from kvcover.sim.results.outcome import request_outcome
+from kvcover.sim.results.record import Record
 from kvcover.sim.results.result import MEANING
-from kvcover.sim.world import World
 
 MOST_LINES = 25
 _QUIET = ("bound", "leg_sent", "fault_fired")
@@ -60,41 +60,39 @@ _TOLD = {
 }
 
 
-def story(world: World, request: int) -> list[str]:
+def story(record: Record, request: int) -> list[str]:
     """At most 25 lines; events of one kind that follow each other are one line with their first and last time."""
-    transfer = world.transfers[request]
-    tallies = request_tallies(world, transfer)
-    outcome = request_outcome(world, transfer, tallies)
-    went = [tally.at_go for tally in tallies]
+    course = record.courses[request]
+    outcome, went = request_outcome(course), course.cells
     covered, cells = sum(count.covered for count in went), sum(count.cells for count in went)
-    body = [_line(group) for group in _groups(_events(world, request))]
+    body = [_line(group) for group in _groups(_events(record, request))]
     last = f"so: {outcome} ({MEANING[outcome]}), {covered} of {cells} cells covered"
-    head = _legs(world, request)
+    head = _legs(record, request)
     room = MOST_LINES - len(head) - 1
     if len(body) > room:
         body = [*body[: room - 2], f"… {len(body) - room + 1} more steps (all are in the history) …", body[-1]]
     return [*head, *body, last]
 
 
-def _events(world: World, request: int) -> list[Event]:
+def _events(record: Record, request: int) -> list[Event]:
     """Events of the request, and those of no request, such as a crash, that concern everybody."""
-    return [e for e in world.history.events() if e.request in (request, -1) and e.kind not in _QUIET]
+    return [e for e in record.history.events() if e.request in (request, -1) and e.kind not in _QUIET]
 
 
-def _legs(world: World, request: int) -> list[str]:
+def _legs(record: Record, request: int) -> list[str]:
     """What left the router, as far as it matters, and how the side that moves the data read it."""
     lines = []
     for side in ("prefill", "decode"):
-        params = world.legs.get((request, side))
+        params = record.legs.get((request, side))
         if params is None:
             continue
         sizes = ", ".join(f"{key} {params[key]!r}" for key in ("remote_tp_size", "tp_size", "remote_dp_size") if key in params)
         lines.append(f"router → {side}: {sizes or 'no sizes'} ({len(params)} keys)")
-    side = "prefill" if world.mode == "write" else "decode"
-    endpoint = world.setup.prefill if side == "prefill" else world.setup.decode
-    if params := world.legs.get((request, side)):
+    side = "prefill" if record.mode == "write" else "decode"
+    endpoint = record.setup.prefill if side == "prefill" else record.setup.decode
+    if params := record.legs.get((request, side)):
         lines.append(f"{side} reads it: {'; '.join(peer_tp_causes(endpoint.release, params))}")
-    fired = [event.detail for event in world.history.events("fault_fired") if event.request in (request, -1)]
+    fired = [event.detail for event in record.history.events("fault_fired") if event.request in (request, -1)]
     if fired:
         lines.append(f"faults that fired: {', '.join(dict.fromkeys(fired))}")
     return lines
