@@ -12,7 +12,7 @@ from typing import Any
 
 from kvcover.real_backend.driver.processes import Child, ProcessDied
 from kvcover.real_backend.driver.reports import Coverage, Forward, Raised, StepReport
-from kvcover.real_backend.driver.trial import Side, Trial
+from kvcover.real_backend.driver.trial import Role, Trial
 from kvcover.sim.scenario.dispatch import Params
 
 _IDLE_S = 0.004
@@ -65,15 +65,15 @@ class Engine(threading.Thread):
     def __init__(
         self,
         trial: Trial,
-        side: Side,
+        role: Role,
         scheduler: Child,
         ranks: list[Child],
         on_response: Callable[[int, Params], None],
         aborts: Mapping[int, Abort],
         stops: Mapping[int, Callable[[], None]],
     ) -> None:
-        super().__init__(daemon=True, name=f"{side} {ranks[0].name}")
-        self.trial, self.side, self.ranks = trial, side, ranks
+        super().__init__(daemon=True, name=f"{role} {ranks[0].name}")
+        self.trial, self.role, self.ranks = trial, role, ranks
         self.tracked: dict[str, Tracked] = {}
         self.raised: list[Raised] = []
         self.stalled: list[str] = []
@@ -137,7 +137,7 @@ class Engine(threading.Thread):
                 return
             if request.state == "running":
                 scheduled[request.request_id] = request.prompt_tokens
-                if self.side == "prefill":
+                if self.role == "prefill":
                     fill[request.index] = request.prompt_tokens
                 elif not request.recomputed:  # what decode computes itself is no delivery: its cells are left alone
                     use.append(request.index)
@@ -152,24 +152,24 @@ class Engine(threading.Thread):
             self._after_step(scheduled, use, reports)
 
     def _admit(self, index: int, request_id: str, leg: Params) -> Tracked | None:
-        plan = self.trial.setup.requests[index]
-        blocks = self.trial.tables[index][self.side]
+        asked = self.trial.setup.requests[index]
+        blocks = self.trial.tables[index][self.role]
         request = self.tracked[request_id] = Tracked(index, request_id)
         self._progress()
         abort = self._aborts.get(index)
         if abort is not None and abort.at == "before":
-            self._ask_scheduler("abort_before", request_id, leg, plan.prompt_tokens)
+            self._ask_scheduler("abort_before", request_id, leg, asked.prompt_tokens)
             abort.note()
             request.state = "ended"
             return None if self.dead else request
-        external_zero = self.side == "decode" and plan.external_zero
-        admission = self._ask_scheduler("admit", request_id, leg, blocks, plan.prompt_tokens, external_zero)
+        external_zero = self.role == "decode" and asked.external_zero
+        admission = self._ask_scheduler("admit", request_id, leg, blocks, asked.prompt_tokens, external_zero)
         if admission is None:
             return None
         request.state = "waiting" if admission.wait else "running"
         request.since = time.monotonic()
         request.prompt_tokens = admission.prompt_tokens
-        request.recomputed = self.side == "decode" and admission.external_tokens == 0
+        request.recomputed = self.role == "decode" and admission.external_tokens == 0
         return request
 
     def _abort_waiting(self) -> bool:
@@ -264,12 +264,12 @@ class Engine(threading.Thread):
             return None
         for request in self.tracked.values():
             blocks = set(self.trial.blocks("decode", request.index))
-            request.failed |= self.side == "decode" and not blocks.isdisjoint(result.invalid_blocks)
+            request.failed |= self.role == "decode" and not blocks.isdisjoint(result.invalid_blocks)
         return set(result.sent), set(result.received), set(result.failed)
 
     def _finish_if_over(self, request: Tracked, used: list[int]) -> None:
         """End a prefill leg after its one token, and a decode leg a few steps after the one that used its cells."""
-        if self.side == "decode":
+        if self.role == "decode":
             if request.index in used:
                 request.go = True
                 request.at_go = [rank.ask("grade", request.index, True) for rank in self.ranks]
@@ -292,7 +292,7 @@ class Engine(threading.Thread):
         keep, response = answer
         request.state = "held" if keep else "ended"
         self._progress()
-        if self.side == "prefill":
+        if self.role == "prefill":
             self._on_response(request.index, response or {})
 
     def _arrived(self, request: Tracked, failed: bool) -> None:

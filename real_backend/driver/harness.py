@@ -9,29 +9,28 @@ from __future__ import annotations
 
 import functools
 import itertools
-import signal
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from kvcover.real_backend.driver.book import SharedInjector
+from kvcover.real_backend.driver.children import Children
 from kvcover.real_backend.driver.engine import Abort, Engine, Tracked
 from kvcover.real_backend.driver.processes import Child, Ports, ProcessDied, TreeServer, reserve_ports
 from kvcover.real_backend.driver.rank_faults import RankFaults
-from kvcover.real_backend.driver.reports import Raised, RankReport, TrialResult
-from kvcover.real_backend.driver.trial import SIDES, Side, Trial
-from kvcover.real_backend.driver.verdict import EngineKey, Evidence, conclude, not_started
+from kvcover.real_backend.driver.reports import Raised, TrialResult
+from kvcover.real_backend.driver.trial import ROLES, EngineKey, Role, Trial
+from kvcover.real_backend.driver.verdict import Evidence, conclude, not_started
 from kvcover.sim.errors import TierError
 from kvcover.sim.scenario.dispatch import Params
 
 _POLL_S = 0.01
 _SETTLE_S = 0.15
-_BIND_LIMIT_S = 0.5
 _RESTART_LIMIT_S = 10.0
 
 
@@ -47,7 +46,7 @@ class Harness:
         self._runs = itertools.count()
         first = TreeServer(tree, work, read_abort_s)
         second = first if decode_tree is None or decode_tree == tree else TreeServer(decode_tree, work, read_abort_s)
-        self._servers: dict[Side, TreeServer] = {"prefill": first, "decode": second}
+        self._servers: dict[Role, TreeServer] = {"prefill": first, "decode": second}
 
     def __enter__(self) -> Harness:
         return self
@@ -60,10 +59,10 @@ class Harness:
         for server in self._servers.values():
             server.close()
 
-    def info(self, side: Side) -> dict[str, Any]:
+    def info(self, role: Role) -> dict[str, Any]:
         """Say what an engine's tree holds; waits for the import. Raises TierError if it can't be imported."""
-        self._servers[side].await_ready()
-        return self._servers[side].info
+        self._servers[role].await_ready()
+        return self._servers[role].info
 
     def run(self, trial: Trial) -> TrialResult:
         """Run `trial` from start to end; never longer than the connector's own timers plus the start.
@@ -79,31 +78,31 @@ class Harness:
     def _run(self, trial: Trial) -> TrialResult:
         started = time.monotonic()
         geometry = trial.setup.geometry
-        if geometry.layers == 1 and not geometry.mla and any(self.info(side)["head_axis"] for side in SIDES):
+        if geometry.layers == 1 and not geometry.mla and any(self.info(role)["head_axis"] for role in ROLES):
             # Newer releases register a single storage as one region, and of split K and V only the first half of it.
             raise ValueError("one layer of split K and V is not what this release's model runner makes: use two layers")
-        for side in SIDES:
-            self._servers[side].await_ready()
+        for role in ROLES:
+            self._servers[role].await_ready()
         with tempfile.TemporaryDirectory(dir=self._work) as folder, reserve_ports() as reserved:
             book = SharedInjector(trial.setup.faults, Path(folder) / "book")
             faults = RankFaults(trial, book)
-            ports = dict(zip(SIDES, reserved, strict=True))
+            ports = dict(zip(ROLES, reserved, strict=True))
             with self._children(replace(trial, book=Path(folder) / "book"), Path(folder), ports, faults) as children:
                 return drive(trial, children, faults, book, 10.0 + trial.ranks, started)
 
     @contextmanager
-    def _children(self, trial: Trial, folder: Path, ports: dict[Side, Ports], faults: RankFaults) -> Iterator[Children]:
+    def _children(self, trial: Trial, folder: Path, ports: dict[Role, Ports], faults: RankFaults) -> Iterator[Children]:
         run = f"run {next(self._runs)}"
         # All configurations first: the children are forked from a process with one thread and everything built.
-        for side in SIDES:
-            self._servers[side].call("configure", run, trial, side, list(range(trial.endpoint(side).dp)), ports[side])
+        for role in ROLES:
+            self._servers[role].call("configure", run, trial, role, list(range(trial.endpoint(role).dp)), ports[role])
         children = Children(ports, {}, {})
         log = self._work / "children.log"
         children.fork = lambda key: self._fork_engine(run, trial, key, children, folder, log, faults)
         try:
-            for side in SIDES:
-                for dp in range(trial.endpoint(side).dp):
-                    children.fork((side, dp))
+            for role in ROLES:
+                for dp in range(trial.endpoint(role).dp):
+                    children.fork((role, dp))
             yield children
         finally:
             for server in set(self._servers.values()):
@@ -112,17 +111,17 @@ class Harness:
                 child.close()
 
     def _fork_engine(
-        self, run: str, trial: Trial, key: tuple[Side, int], children: Children, folder: Path, log: Path, faults: RankFaults
+        self, run: str, trial: Trial, key: tuple[Role, int], children: Children, folder: Path, log: Path, faults: RankFaults
     ) -> None:
-        (side, dp), endpoint, server = key, trial.endpoint(key[0]), self._servers[key[0]]
+        (role, dp), endpoint, server = key, trial.endpoint(key[0]), self._servers[key[0]]
         ports = children.ports
-        name = f"{side} scheduler {dp}"
-        children.schedulers[key] = Child(name, server, run, "scheduler", (side, dp, log, ports), ask=False)
+        name = f"{role} scheduler {dp}"
+        children.schedulers[key] = Child(name, server, run, "scheduler", (role, dp, log, ports), ask=False)
         children.ranks[key] = []
         for tp in range(endpoint.tp):
             name = endpoint.rank_name(dp, tp)
-            meeting = folder / f"{side}{dp}-{len(children.gone)}"
-            arguments = (side, dp, log, tp, meeting, ports, faults.late.get(name, 0.0))
+            meeting = folder / f"{role}{dp}-{len(children.gone)}"
+            arguments = (role, dp, log, tp, meeting, ports, faults.late.get(name, 0.0))
             children.ranks[key].append(Child(name, server, run, "rank", arguments, ask=True))
 
 
@@ -151,90 +150,12 @@ def refuse_misfits(raised: list[Raised]) -> None:
                             "use a release that `kvcover releases` lists, or report it")  # fmt: skip
 
 
-@dataclass(slots=True)
-class Children:
-    """All processes of a run, by engine and DP rank. `gone` are those that a restart replaced, `past` what they had seen."""
-
-    ports: dict[Side, Ports]
-    schedulers: dict[tuple[Side, int], Child]
-    ranks: dict[tuple[Side, int], list[Child]]
-    gone: list[Child] = field(default_factory=list)
-    past: dict[str, RankReport] = field(default_factory=dict)
-    bound: dict[int, str] = field(default_factory=dict)
-    """Which rank listens on which port."""
-    fork: Callable[[EngineKey], None] = field(default=lambda _key: None)
-    """Start the processes of an engine."""
-
-    def all(self) -> list[Child]:
-        return [*self.schedulers.values(), *self.all_ranks(), *self.gone]
-
-    def end(self, key: EngineKey) -> None:
-        """Kill the ranks of an engine; what they have seen is kept."""
-        for rank in self.ranks[key]:
-            self.past[rank.name] = rank.ask("report")
-        for rank in self.ranks[key]:
-            rank.planned_death = True
-            rank.signal(signal.SIGKILL)
-
-    def replace(self, key: EngineKey) -> None:
-        """Start the engine anew on the same ports. Raises ProcessDied if it doesn't come up."""
-        self.schedulers[key].signal(signal.SIGKILL)
-        self.gone += [self.schedulers[key], *self.ranks[key]]
-        self.fork(key)
-        ranks = self.ranks[key]
-        for child in (self.schedulers[key], *ranks):
-            if not child.steps.poll(_RESTART_LIMIT_S) or child.result() is not None:
-                raise ProcessDied(child.name, "did not come back")
-        await_ports(ranks)
-        for rank in ranks:
-            rank.ask("meet", self.bound)
-        self.schedulers[key].call("meet", self.bound)
-
-    def all_ranks(self) -> list[Child]:
-        return [rank for ranks in self.ranks.values() for rank in ranks]
-
-    def await_start(self, limit_s: float, late: dict[str, float]) -> tuple[list[Raised], list[str]] | None:
-        """Wait until everyone is up but those that are late on purpose. Else return what was raised and who is not up."""
-        deadline = time.monotonic() + limit_s
-        raised, missing = [], []
-        for child in self.all():
-            if child.name in late:
-                continue
-            if not child.steps.poll(max(0.0, deadline - time.monotonic())):
-                missing.append(child.name)
-                continue
-            answer = child.result()
-            if answer is not None:
-                raised.append(answer)
-        return (raised, missing) if raised or missing else None
-
-    def introduce(self, late: dict[str, float]) -> None:
-        """Tell everyone which rank listens on which port. Listeners bind in threads of their own, so wait for both."""
-        present = [rank for rank in self.all_ranks() if rank.name not in late]
-        self.bound = await_ports(present)
-        for rank in present:
-            rank.ask("meet", self.bound)
-        for scheduler in self.schedulers.values():
-            scheduler.call("meet", self.bound)
-
-
-def await_ports(ranks: list[Child]) -> dict[int, str]:
-    """Which of these ranks listens on which port, once all do or too much time has passed."""
-    bound: dict[int, str] = {}
-    deadline = time.monotonic() + _BIND_LIMIT_S
-    for rank in ranks:
-        while len(ports := rank.ask("bound")) < 2 and time.monotonic() < deadline:
-            time.sleep(_POLL_S)
-        bound |= dict.fromkeys(ports, rank.name)
-    return bound
-
-
 @dataclass(frozen=True, slots=True, eq=False)
-class _Leg:
+class _OnItsWay:
     """A leg on its way to an engine, where it is `at` a time of the monotonic clock."""
 
     at: float
-    side: Side
+    role: Role
     dp: int
     index: int
     request_id: str
@@ -253,7 +174,7 @@ class Run:
         self._faults, self._book = faults, book
         self._unsent = sorted(range(len(self._requests)), key=lambda index: self._requests[index].arrival_ns)
         self._down: set[EngineKey] = set()
-        self._late_legs: list[_Leg] = []
+        self._on_their_way: list[_OnItsWay] = []
         self.transfer_ids: list[set[str]] = [set() for _ in self._requests]
         self.engines = {key: self._engine(key) for key in children.ranks}
 
@@ -349,40 +270,40 @@ class Run:
     def _send_decode(self, index: int, response: Params) -> None:
         self._send("decode", self._requests[index].decode_dp, index, self._trial.legs[index].decode(response))
 
-    def _send(self, side: Side, dp: int, index: int, leg: Params) -> None:
+    def _send(self, role: Role, dp: int, index: int, leg: Params) -> None:
         off = self._trial.legs[index].ports_off
-        named = [(self._ports[each], off.get(each, 0)) for each in SIDES]
+        named = [(self._ports[each], off.get(each, 0)) for each in ROLES]
         addresses = [replace(ports, handshake=ports.handshake + by, notify=ports.notify + by).zmq_address for ports, by in named]
         router_id = f"___prefill_addr_{addresses[0]}___decode_addr_{addresses[1]}_{index:032x}"
-        request_id = f"cmpl-{router_id}-0-{'a' * 8 if side == 'prefill' else 'd' * 8}"
+        request_id = f"cmpl-{router_id}-0-{'a' * 8 if role == 'prefill' else 'd' * 8}"
         with self._lock:
             self.transfer_ids[index].add(repr(f"sidecar-{request_id}"))  # what newer releases make of a missing one
             if "transfer_id" in leg:
                 self.transfer_ids[index].add(repr(leg["transfer_id"]))
         delay_s = 0.0
-        for fault in self._book.event("router", side, "", "", index):
+        for fault in self._book.event("router", role, "", "", index):
             if fault.kind == "fail-leg":
-                self._lose(side, dp, index, request_id)
+                self._lose(role, dp, index, request_id)
                 return
             delay_s += (fault.ms or 0.0) / 1e3
-        self._late_legs.append(_Leg(time.monotonic() + delay_s, side, dp, index, request_id, leg))
+        self._on_their_way.append(_OnItsWay(time.monotonic() + delay_s, role, dp, index, request_id, leg))
         self._deliver_due()
 
     def _deliver_due(self) -> None:
         """Hand over the legs whose time has come; the engine thread of prefill's and the run's own may both be here."""
         with self._lock:
-            due = [leg for leg in self._late_legs if leg.at <= time.monotonic()]
-            self._late_legs = [leg for leg in self._late_legs if leg not in due]
+            due = [leg for leg in self._on_their_way if leg.at <= time.monotonic()]
+            self._on_their_way = [leg for leg in self._on_their_way if leg not in due]
         for leg in due:
-            if (leg.side, leg.dp) in self._down:  # nobody answers the router
-                self._lose(leg.side, leg.dp, leg.index, leg.request_id)
+            if (leg.role, leg.dp) in self._down:  # nobody answers the router
+                self._lose(leg.role, leg.dp, leg.index, leg.request_id)
             else:
-                self.engines[leg.side, leg.dp].submit(leg.index, leg.request_id, leg.params)
+                self.engines[leg.role, leg.dp].submit(leg.index, leg.request_id, leg.params)
 
-    def _lose(self, side: Side, dp: int, index: int, request_id: str) -> None:
+    def _lose(self, role: Role, dp: int, index: int, request_id: str) -> None:
         """A leg reaches no engine. In WRITE the router hears of a lost prefill leg when decode has answered, if ever."""
-        self.engines[side, dp].tracked[request_id] = Tracked(index, request_id, "ended", failed=True)
-        if side == "prefill" and self._mode == "read":
+        self.engines[role, dp].tracked[request_id] = Tracked(index, request_id, "ended", failed=True)
+        if role == "prefill" and self._mode == "read":
             decode = self.engines["decode", self._requests[index].decode_dp]
             decode.tracked[request_id] = Tracked(index, request_id, "ended", failed=True)
 
@@ -393,7 +314,7 @@ class Run:
     def _over(self) -> bool:
         now = time.monotonic()
         engines = self.engines.values()
-        if self._faults.holding or self._down or self._unsent or self._late_legs:
+        if self._faults.holding or self._down or self._unsent or self._on_their_way:
             return False
         for engine in engines:
             started = engine.step_started

@@ -12,8 +12,11 @@ from kvcover.sim.scenario.dispatch import Params
 from kvcover.sim.scenario.scenario import Scenario, Timers
 from kvcover.sim.scenario.setup import Endpoint, Setup, resolve
 
-Side = Literal["prefill", "decode"]
-SIDES: tuple[Side, Side] = ("prefill", "decode")
+Role = Literal["prefill", "decode"]
+"""Which of the two engines."""
+ROLES: tuple[Role, Role] = ("prefill", "decode")
+EngineKey = tuple[Role, int]
+"""One DP rank of one engine."""
 Tables = tuple[tuple[int, ...], ...]
 """A request's blocks by block table; 0 is vLLM's null block, for what has left a window."""
 
@@ -27,9 +30,10 @@ class Limits:
     read_abort_s: float = 2.0
 
     @classmethod
-    def scaled(cls, ranks: int) -> Limits:
-        """Limits in which a healthy handshake fits even when so many ranks share two cores."""
-        return cls(1.0 + 0.08 * ranks, 1.5 + 0.08 * ranks)
+    def of(cls, setup: Setup, load: int = 0) -> Limits:
+        """Limits in which a healthy handshake fits even when all ranks share two cores; `load`: with those of other runs."""
+        ranks = max(load, len(setup.prefill.rank_names()) + len(setup.decode.rank_names()))
+        return cls(1.0 + 0.08 * ranks, 1.5 + 0.08 * ranks).unless(setup.scenario.timers)
 
     def unless(self, given: Timers) -> Limits:
         """Those that a scenario sets are kept; vLLM's defaults are too long to wait for, so these stand in for them."""
@@ -53,7 +57,7 @@ class RouterLegs:
     prefill: Params
     decode: Callable[[Mapping[str, Any]], Params]
     ports_off: Mapping[str, int]
-    """By how much the ports of a side are off in the request's id."""
+    """By how much the ports of an engine are off in the request's id."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +70,7 @@ class Trial:
     """
 
     setup: Setup
-    tables: tuple[Mapping[Side, Tables], ...]
+    tables: tuple[Mapping[Role, Tables], ...]
     limits: Limits
     legs: tuple[RouterLegs, ...] = ()
     keys: Injector = field(default_factory=lambda: Injector(()))
@@ -77,14 +81,14 @@ class Trial:
         # Faults tell a default by its identity, which a pickle loses, so they travel as people write them: in the scenario.
         return _for_ranks, (self.setup.scenario, self.tables, self.limits, self.completion_delay_s, self.book)
 
-    def endpoint(self, side: Side) -> Endpoint:
+    def endpoint(self, role: Role) -> Endpoint:
         """Return one of the two engines."""
-        return self.setup.prefill if side == "prefill" else self.setup.decode
+        return self.setup.prefill if role == "prefill" else self.setup.decode
 
     @property
     def ranks(self) -> int:
         """Worker processes of both engines."""
-        return sum(self.endpoint(side).tp * self.endpoint(side).dp for side in SIDES)
+        return sum(self.endpoint(role).tp * self.endpoint(role).dp for role in ROLES)
 
     @property
     def events(self) -> tuple[EventFault, ...]:
@@ -102,15 +106,15 @@ class Trial:
         """Tokens of the longest prompt."""
         return max(request.prompt_tokens for request in self.setup.requests)
 
-    def blocks(self, side: Side, request: int) -> tuple[int, ...]:
+    def blocks(self, role: Role, request: int) -> tuple[int, ...]:
         """Return a request's blocks on one of the two engines, one table after another."""
-        return tuple(block for table in self.tables[request][side] for block in table)
+        return tuple(block for table in self.tables[request][role] for block in table)
 
-    def kv_dtype(self, side: Side) -> str:
+    def kv_dtype(self, role: Role) -> str:
         """The type of a cache's values. Of equal types nothing depends, and cells are tagged in 4 bytes: only unequal ones show."""
-        own = self.endpoint(side).shape.kv_dtype
-        return "fp32" if all(self.endpoint(each).shape.kv_dtype == own for each in SIDES) else own
+        own = self.endpoint(role).shape.kv_dtype
+        return "fp32" if all(self.endpoint(each).shape.kv_dtype == own for each in ROLES) else own
 
 
-def _for_ranks(scenario: Scenario, tables: tuple[Mapping[Side, Tables], ...], limits: Limits, delay_s: float, book: Path) -> Trial:
+def _for_ranks(scenario: Scenario, tables: tuple[Mapping[Role, Tables], ...], limits: Limits, delay_s: float, book: Path) -> Trial:
     return Trial(resolve(scenario), tables, limits, completion_delay_s=delay_s, book=book)

@@ -9,7 +9,7 @@ from typing import Any
 from kvcover.real_backend.driver.engine import Engine, Tracked
 from kvcover.real_backend.driver.processes import Child
 from kvcover.real_backend.driver.reports import Coverage, Raised, RankReport, RequestResult, TrialResult
-from kvcover.real_backend.driver.trial import Side, Trial
+from kvcover.real_backend.driver.trial import EngineKey, Trial
 
 OUTCOMES = ("ok", "refused", "recomputed", "failed", "degraded", "leak", "hang", "crash", "corrupt")
 """From best to worst."""
@@ -22,8 +22,6 @@ def worst(outcomes: list[str]) -> str:
 
 KILLED = "killed by a planned fault"
 """The last step of a rank that can't be asked any more."""
-EngineKey = tuple[Side, int]
-"""One DP rank of one engine."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcover.real_backend.driver.reports import Coverage
-from kvcover.real_backend.driver.trial import Side, Trial
+from kvcover.real_backend.driver.trial import Role, Trial
 from kvcover.sim.cache.geometry import AXES
 from kvcover.sim.cache.layers import Group
 from kvcover.sim.cache.presets import DTYPE_BYTES
@@ -48,10 +48,10 @@ def numbering_of(trial: Trial) -> Numbering:
     return Numbering(trial.longest_prompt, trial.setup.geometry.layers, planes, heads, tags)
 
 
-def cells_of(trial: Trial, side: Side, tp_rank: int) -> tuple[Cells, ...]:
+def cells_of(trial: Trial, role: Role, tp_rank: int) -> tuple[Cells, ...]:
     """The cells of one rank, layers that are alike together."""
-    endpoint, numbering = trial.endpoint(side), numbering_of(trial)
-    dtype = trial.kv_dtype(side)
+    endpoint, numbering = trial.endpoint(role), numbering_of(trial)
+    dtype = trial.kv_dtype(role)
 
     def of(group: Group) -> Cells:
         kind = group.geometry
@@ -59,7 +59,7 @@ def cells_of(trial: Trial, side: Side, tp_rank: int) -> tuple[Cells, ...]:
         if kind.state:  # which have a type of their own
             return Cells(group, heads, kind.head_dim, numbering)
         tags = kind.head_dim * DTYPE_BYTES[dtype] // TAG_BYTES
-        return Cells(group, heads, tags, numbering, side == "decode" and dtype != trial.kv_dtype("prefill"))
+        return Cells(group, heads, tags, numbering, role == "decode" and dtype != trial.kv_dtype("prefill"))
 
     return tuple(of(group) for group in endpoint.groups)
 

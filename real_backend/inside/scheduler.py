@@ -15,10 +15,10 @@ from typing import Any
 
 from kvcover.real_backend.driver.processes import Ports
 from kvcover.real_backend.driver.reports import StepReport
-from kvcover.real_backend.driver.trial import Side, Tables, Trial
+from kvcover.real_backend.driver.trial import Role, Tables, Trial
 from kvcover.real_backend.inside.injection import Injection
-from kvcover.real_backend.inside.rank import raised_by, role
-from kvcover.real_backend.inside.vllm_setup import EngineConfig, connector_class, refuse_states
+from kvcover.real_backend.inside.raising import raised_by
+from kvcover.real_backend.inside.vllm_setup import EngineConfig, connector_class, connector_role, refuse_states
 from kvcover.sim.scenario.dispatch import Params
 
 
@@ -66,14 +66,14 @@ class _Blocks:
 class SchedulerSide:
     """One DP rank's scheduler-side connector and the requests that it was shown."""
 
-    def __init__(self, trial: Trial, config: EngineConfig, ports: dict[Side, Ports]) -> None:
-        self._endpoint = trial.endpoint(config.side)
+    def __init__(self, trial: Trial, config: EngineConfig, ports: dict[Role, Ports]) -> None:
+        self._endpoint = trial.endpoint(config.role)
         self._kv_cache = config.kv_cache
         name = self._endpoint.letter + (str(config.dp_rank) if self._endpoint.dp > 1 else "")
-        self._injection = Injection(trial, config.side, name, ports)
+        self._injection = Injection(trial, config.role, name, ports)
         self._injection.wrap_sockets()
         refuse_states(trial, config)
-        self._connector = connector_class()(config.vllm, role("SCHEDULER"), config.kv_cache)
+        self._connector = connector_class()(config.vllm, connector_role("SCHEDULER"), config.kv_cache)
         self._requests: dict[str, Any] = {}
         self._blocks: dict[str, Tables] = {}
         self._sync_loads: set[str] = set()
@@ -194,9 +194,9 @@ class SchedulerSide:
         scheduler = importlib.import_module("vllm.v1.core.sched.scheduler").Scheduler
         scheduler._handle_invalid_blocks(SimpleNamespace(kv_cache_config=self._kv_cache), invalid, {})
 
-    def meet(self, bound: dict[int, str]) -> None:
+    def learn_ports(self, bound: dict[int, str]) -> None:
         """Learn who listens where."""
-        self._injection.meet(bound)
+        self._injection.owners = bound
 
     def _new_request(self, request_id: str, leg: Params, tokens: int) -> Any:
         request_class = importlib.import_module("vllm.v1.request").Request
@@ -209,9 +209,9 @@ class SchedulerSide:
         )
 
 
-def serve(trial: Trial, config: EngineConfig, ports: dict[Side, Ports], pipe: Connection) -> None:
+def serve(trial: Trial, config: EngineConfig, ports: dict[Role, Ports], pipe: Connection) -> None:
     """Body of a scheduler's process: answer (method, arguments) with a result or with what was raised."""
-    name = f"{config.side} scheduler {config.dp_rank}"
+    name = f"{config.role} scheduler {config.dp_rank}"
     try:
         side = SchedulerSide(trial, config, ports)
     except Exception as error:

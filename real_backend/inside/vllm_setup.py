@@ -18,7 +18,7 @@ from typing import Any
 
 from kvcover.real_backend.driver.processes import HOST as HOST
 from kvcover.real_backend.driver.processes import Ports
-from kvcover.real_backend.driver.trial import Side, Trial
+from kvcover.real_backend.driver.trial import Role, Trial
 from kvcover.sim.cache.geometry import Geometry
 from kvcover.sim.cache.layers import Group
 
@@ -32,7 +32,7 @@ _MOST_TOKENS = 1 << 17
 class EngineConfig:
     """One DP rank of one engine, for both sides of its connector. `vllm` and `kv_cache` are vLLM's own objects."""
 
-    side: Side
+    role: Role
     dp_rank: int
     vllm: Any
     kv_cache: Any
@@ -116,6 +116,12 @@ def connector_class() -> Any:
     return importlib.import_module(f"{MORIIO}.moriio_connector").MoRIIOConnector
 
 
+def connector_role(name: str) -> Any:
+    """Return vLLM's connector role of that name, WORKER or SCHEDULER."""
+    base = importlib.import_module("vllm.distributed.kv_transfer.kv_connector.v1.base")
+    return base.KVConnectorRole[name]
+
+
 def has_head_axis() -> bool:
     """Tell whether the release's latent caches are [blocks, 1, tokens, latent]: those whose specs count states do."""
     return hasattr(importlib.import_module("vllm.v1.kv_cache_interface").AttentionSpec, "num_states")
@@ -157,13 +163,13 @@ class ConfigFactory:
         self._folder = folder
         self._models: dict[tuple[Geometry, int], Any] = {}
 
-    def engine(self, trial: Trial, side: Side, dp_rank: int, ports: Ports) -> EngineConfig:
+    def engine(self, trial: Trial, role: Role, dp_rank: int, ports: Ports) -> EngineConfig:
         """Return the configuration of one DP rank of one engine."""
         config = importlib.import_module("vllm.config")
-        endpoint, geometry = trial.endpoint(side), trial.setup.geometry
+        endpoint, geometry = trial.endpoint(role), trial.setup.geometry
         transfer = config.KVTransferConfig(
             kv_connector="MoRIIOConnector",
-            kv_role="kv_producer" if side == "prefill" else "kv_consumer",
+            kv_role="kv_producer" if role == "prefill" else "kv_consumer",
             kv_connector_extra_config=_connector_settings(trial, ports),
         )
 
@@ -186,8 +192,8 @@ class ConfigFactory:
             )
 
         vllm = build(endpoint.dp, dp_rank)
-        kv_cache = _kv_cache_config(trial, side, vllm)
-        return EngineConfig(side, dp_rank, vllm, kv_cache, vllm if endpoint.dp == 1 else build(1, 0))
+        kv_cache = _kv_cache_config(trial, role, vllm)
+        return EngineConfig(role, dp_rank, vllm, kv_cache, vllm if endpoint.dp == 1 else build(1, 0))
 
     def _model(self, geometry: Geometry, query_heads: int) -> Any:
         if (geometry, query_heads) not in self._models:
@@ -227,17 +233,17 @@ def _connector_settings(trial: Trial, ports: Ports) -> dict[str, Any]:
     }
 
 
-def _kv_cache_config(trial: Trial, side: Side, vllm: Any) -> Any:
+def _kv_cache_config(trial: Trial, role: Role, vllm: Any) -> Any:
     """Sort the layers into cache groups, with vLLM's hybrid KV cache manager on unless the scenario or the release says off."""
     interface = importlib.import_module("vllm.v1.kv_cache_interface")
-    endpoint = trial.endpoint(side)
+    endpoint = trial.endpoint(role)
     if not trial.alike:
-        hybrid = _hybrid(trial, side)
+        hybrid = _hybrid(trial, role)
         # On a platform without kernels vLLM turns the manager off; what decides it on ROCm is the connector alone.
         if hybrid and not _supports_hybrid() and not trial.setup.geometry.has_states:
             raise ValueError("this vLLM turns its hybrid KV cache manager off for this connector")
         vllm.scheduler_config.disable_hybrid_kv_cache_manager = not hybrid
-    specs = _layer_specs(trial, side)
+    specs = _layer_specs(trial, role)
     groups = []
     for table in range(len(endpoint.tables)):
         mine = {name: spec for (name, spec), (group, _) in zip(specs.items(), endpoint.places, strict=True)
@@ -248,9 +254,9 @@ def _kv_cache_config(trial: Trial, side: Side, vllm: Any) -> Any:
     return interface.KVCacheConfig(num_blocks=endpoint.shape.num_blocks, kv_cache_tensors=[], kv_cache_groups=groups)
 
 
-def _hybrid(trial: Trial, side: Side) -> bool:
+def _hybrid(trial: Trial, role: Role) -> bool:
     """Whether vLLM's hybrid KV cache manager is on."""
-    endpoint = trial.endpoint(side)
+    endpoint = trial.endpoint(role)
     return endpoint.side.hybrid_kv and (trial.setup.geometry.has_states or endpoint.release.windows != "as_full")
 
 
@@ -259,14 +265,14 @@ def _supports_hybrid() -> bool:
     return hasattr(base, "SupportsHMA") and issubclass(connector_class(), base.SupportsHMA)
 
 
-def _layer_specs(trial: Trial, side: Side) -> dict[str, Any]:
+def _layer_specs(trial: Trial, role: Role) -> dict[str, Any]:
     """Return vLLM's description of each layer's cache."""
-    endpoint = trial.endpoint(side)
-    specs = [_layer_spec(trial, side, group) for group in endpoint.groups]
+    endpoint = trial.endpoint(role)
+    specs = [_layer_spec(trial, role, group) for group in endpoint.groups]
     return {name: specs[group] for name, (group, _) in zip(layer_names(trial.setup.geometry), endpoint.places, strict=True)}
 
 
-def _layer_spec(trial: Trial, side: Side, group: Group) -> Any:
+def _layer_spec(trial: Trial, role: Role, group: Group) -> Any:
     """Return vLLM's description of the cache of a layer; without the hybrid manager a window is full attention."""
     interface = importlib.import_module("vllm.v1.kv_cache_interface")
     if group.geometry.state:
@@ -275,11 +281,11 @@ def _layer_spec(trial: Trial, side: Side, group: Group) -> Any:
         "block_size": group.shape.block_size,
         "num_kv_heads": group.shape.heads,
         "head_size": group.geometry.head_dim,
-        "dtype": torch_dtype(trial.kv_dtype(side)),
+        "dtype": torch_dtype(trial.kv_dtype(role)),
     }
     if group.geometry.mla:
         return interface.MLAAttentionSpec(**fields)
-    if window := trial.endpoint(side).tables[group.table].window:
+    if window := trial.endpoint(role).tables[group.table].window:
         return interface.SlidingWindowSpec(**fields, sliding_window=window)
     return interface.FullAttentionSpec(**fields)
 
@@ -296,13 +302,13 @@ def _state_spec(group: Group) -> Any:
 
 def refuse_states(trial: Trial, config: EngineConfig) -> None:
     """Let vLLM refuse recurrent states where its hybrid KV cache manager is off, as it does before a connector is made."""
-    if not trial.setup.geometry.has_states or (_supports_hybrid() and _hybrid(trial, config.side)):
+    if not trial.setup.geometry.has_states or (_supports_hybrid() and _hybrid(trial, config.role)):
         return
     unify = "unify_hybrid_kv_cache_specs"
     module = importlib.import_module("vllm.v1.core.kv_cache_utils")
     if not hasattr(module, unify):  # 0.33+
         module = importlib.import_module("vllm.v1.core.kv_cache_planning")
-    getattr(module, unify)(_layer_specs(trial, config.side))
+    getattr(module, unify)(_layer_specs(trial, config.role))
 
 
 def _hf_config(geometry: Geometry, query_heads: int) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +22,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from kvcover.real_backend.driver.harness import Harness
 from kvcover.real_backend.driver.reports import TrialResult
-from kvcover.real_backend.driver.trial import Trial
+from kvcover.real_backend.driver.trial import Limits, Trial
 from kvcover.real_backend.machine.trees import Tree, check_machine, choose
 from kvcover.real_backend.tiers.drafts import DRAWN, PINS, fit
 from kvcover.real_backend.tiers.report import to_result
-from kvcover.real_backend.tiers.translate import free_mb, limited, memory_mb, to_trial
+from kvcover.real_backend.tiers.translate import free_mb, memory_mb, to_trial
 from kvcover.sim.errors import InputError, TierError
 from kvcover.sim.releases.records import ALIASES, NEWEST, RELEASES
 from kvcover.sim.results.result import Result
@@ -38,7 +38,7 @@ _POLL_S = 0.2
 
 
 @dataclass(frozen=True, slots=True)
-class _Group:
+class _Shared:
     """Scenarios that share a harness: positions in the order that was asked for, and what they run on."""
 
     trees: tuple[Tree, Tree]
@@ -104,8 +104,8 @@ class ConnectorTier:
 connector_tier = ConnectorTier()
 
 
-def _group(scenarios: Sequence[Scenario], vllms: Sequence[str | None]) -> list[_Group]:
-    groups: dict[tuple[Tree, Tree, float], _Group] = {}
+def _group(scenarios: Sequence[Scenario], vllms: Sequence[str | None]) -> list[_Shared]:
+    groups: dict[tuple[Tree, Tree, float], _Shared] = {}
     for index, (scenario, vllm) in enumerate(zip(scenarios, vllms, strict=True)):
         trees = choose(vllm, scenario.release, scenario.decode_release)
         trial = to_trial(_as_trees(scenario, trees) if vllm else scenario)
@@ -113,7 +113,7 @@ def _group(scenarios: Sequence[Scenario], vllms: Sequence[str | None]) -> list[_
         if geometry.layers == 1 and not geometry.mla:
             raise TierError("model", "one layer of split K and V can't be run on the connector tier", "use two layers")
         key = (*trees, trial.limits.read_abort_s)
-        groups.setdefault(key, _Group(trees, key[2], {})).trials[index] = trial
+        groups.setdefault(key, _Shared(trees, key[2], {})).trials[index] = trial
     return list(groups.values())
 
 
@@ -128,7 +128,7 @@ def _as_trees(scenario: Scenario, trees: tuple[Tree, Tree]) -> Scenario:
     return msgspec.structs.replace(scenario, release=prefill, decode_release=None if decode == prefill else decode)
 
 
-def _start(group: _Group, work: Path) -> Harness:
+def _start(group: _Shared, work: Path) -> Harness:
     folder = Path(tempfile.mkdtemp(dir=work))
     return Harness(
         group.trees[0].path, folder, group.read_abort_s, group.trees[1].path if group.trees[1] != group.trees[0] else None
@@ -136,7 +136,7 @@ def _start(group: _Group, work: Path) -> Harness:
 
 
 def _run_group(
-    group: _Group, harness: Harness, vllms: list[str | None], progress: _Bar, go_on: bool
+    group: _Shared, harness: Harness, vllms: list[str | None], progress: _Bar, go_on: bool
 ) -> dict[int, Result | TierError]:
     progress.say(f"importing vLLM {group.trees[0].name}")
     infos = (harness.info("prefill"), harness.info("decode"))
@@ -172,7 +172,7 @@ def _run_group(
 
 
 def _run_one(harness: Harness, trial: Trial, budget: _Budget, load: int) -> TrialResult:
-    trial = limited(trial, load)
+    trial = replace(trial, limits=Limits.of(trial.setup, load))
     with budget.share(trial):
         try:
             result = harness.run(trial)

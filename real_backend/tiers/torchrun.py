@@ -31,14 +31,15 @@ import msgspec
 
 from kvcover.faults import EventFault
 from kvcover.real_backend.driver.book import SharedInjector
-from kvcover.real_backend.driver.harness import Children, drive
+from kvcover.real_backend.driver.children import Children
+from kvcover.real_backend.driver.harness import drive
 from kvcover.real_backend.driver.processes import HOST, Child, Ports, ProcessDied, reserve_ports
 from kvcover.real_backend.driver.rank_faults import RankFaults
 from kvcover.real_backend.driver.reports import TrialResult
-from kvcover.real_backend.driver.trial import SIDES, Limits, Side, Trial
+from kvcover.real_backend.driver.trial import ROLES, Limits, Role, Trial
 from kvcover.real_backend.inside import scheduler
-from kvcover.real_backend.inside.device_rank import DeviceRank, prepare_device, suit
-from kvcover.real_backend.inside.rank import raised_by
+from kvcover.real_backend.inside.device_worker import DeviceWorker, prepare_device, suit
+from kvcover.real_backend.inside.raising import raised_by
 from kvcover.real_backend.inside.vllm_setup import ConfigFactory, describe, prepare
 from kvcover.real_backend.machine.trees import choose
 from kvcover.real_backend.tiers.report import to_result
@@ -66,7 +67,7 @@ class HostPorts(Ports):
 class Position:
     """Which rank of which engine a process is."""
 
-    side: Side
+    role: Role
     dp: int
     tp: int
 
@@ -74,7 +75,7 @@ class Position:
 def positions(trial: Trial) -> list[Position]:
     """Return who is who, by torchrun's rank."""
     return [
-        Position(side, dp, tp) for side in SIDES for dp in range(trial.endpoint(side).dp) for tp in range(trial.endpoint(side).tp)
+        Position(role, dp, tp) for role in ROLES for dp in range(trial.endpoint(role).dp) for tp in range(trial.endpoint(role).tp)
     ]
 
 
@@ -118,7 +119,7 @@ class Meeting:
         return json.loads(self.store.get(key))
 
 
-def meet() -> Meeting:
+def join() -> Meeting:
     """Join torchrun's rendezvous, and hide it from vLLM, whose worlds are smaller: one TP group each."""
     torch: Any = importlib.import_module("torch")
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
@@ -156,7 +157,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--transport", choices=("rdma", "xgmi"), default="rdma", help="what MoRI moves bytes by")
     parser.add_argument("--loopback-test", action="store_true", help="test this body on CPU memory: proves nothing of hardware")
     options = parser.parse_args(arguments)
-    meeting = meet()
+    meeting = join()
     try:
         _be_rank(options, meeting)
     except InputError as error:
@@ -187,7 +188,7 @@ def _be_rank(options: argparse.Namespace, meeting: Meeting) -> None:
             prepare(tree.path, trial.limits.read_abort_s)
         else:
             prepare_device(tree.path, trial.limits.read_abort_s, host)
-        config = ConfigFactory(Path(work) / "models").engine(trial, mine.side, mine.dp, ports[mine.side])
+        config = ConfigFactory(Path(work) / "models").engine(trial, mine.role, mine.dp, ports[mine.role])
         device = "cpu" if test else _device(meeting.local_rank)
         suit(config, host, options.transport, device.partition(":")[0])
         about = describe(tree.path) | {
@@ -236,17 +237,17 @@ def _share_book(meeting: Meeting, trial: Trial, book: Path) -> Trial:
     return replace(trial, book=Path(meeting.hear("book")))
 
 
-def _agree_on_ports(meeting: Meeting, trial: Trial, mine: Position, host: str, stack: ExitStack) -> dict[Side, Ports]:
+def _agree_on_ports(meeting: Meeting, trial: Trial, mine: Position, host: str, stack: ExitStack) -> dict[Role, Ports]:
     """Let the first rank of each engine take ports on its host, and check that its other ranks are there too."""
     meeting.tell(f"host/{meeting.rank}", host)
     if mine.dp == mine.tp == 0:
-        found = stack.enter_context(reserve_ports())[SIDES.index(mine.side)]
-        meeting.tell(f"ports/{mine.side}", [found.handshake, found.notify, found.http, host])
-    ports: dict[Side, Ports] = {side: HostPorts(*meeting.hear(f"ports/{side}")) for side in SIDES}
+        found = stack.enter_context(reserve_ports())[ROLES.index(mine.role)]
+        meeting.tell(f"ports/{mine.role}", [found.handshake, found.notify, found.http, host])
+    ports: dict[Role, Ports] = {role: HostPorts(*meeting.hear(f"ports/{role}")) for role in ROLES}
     for rank, position in enumerate(positions(trial)):
-        there, wanted = meeting.hear(f"host/{rank}"), ports[position.side]
+        there, wanted = meeting.hear(f"host/{rank}"), ports[position.role]
         if isinstance(wanted, HostPorts) and there != wanted.host:
-            text = f"ranks of the {position.side} engine are on {wanted.host} and on {there}"
+            text = f"ranks of the {position.role} engine are on {wanted.host} and on {there}"
             raise TierError("torchrun", text, "start all ranks of an engine on one node: a multiple of them each")
     return ports
 
@@ -278,7 +279,7 @@ def _new_key(meeting: Meeting) -> bytes:
     return key
 
 
-def _serve(meeting: Meeting, trial: Trial, config: Any, mine: Position, ports: dict[Side, Ports], device: str) -> None:
+def _serve(meeting: Meeting, trial: Trial, config: Any, mine: Position, ports: dict[Role, Ports], device: str) -> None:
     """Be a rank, and its engine's scheduler if it is the first of it, until the leader lets go."""
     host, port = meeting.hear("listener")
     key = bytes.fromhex(meeting.hear("key"))
@@ -291,10 +292,10 @@ def _serve(meeting: Meeting, trial: Trial, config: Any, mine: Position, ports: d
     steps, questions = connect("steps"), connect("questions")
     scheduler = connect("scheduler") if mine.tp == 0 else None
     try:
-        rank = DeviceRank(trial, config, mine.tp, ports, meeting.store, device)
+        worker = DeviceWorker(trial, config, mine.tp, ports, meeting.store, device)
     except Exception as error:
         traceback.print_exc()
-        raised = raised_by(trial.endpoint(mine.side).rank_name(mine.dp, mine.tp), error)
+        raised = raised_by(trial.endpoint(mine.role).rank_name(mine.dp, mine.tp), error)
         for pipe in (steps, scheduler):
             if pipe is not None:
                 pipe.send(raised)
@@ -303,28 +304,28 @@ def _serve(meeting: Meeting, trial: Trial, config: Any, mine: Position, ports: d
         return
     if scheduler is not None:
         threading.Thread(target=_schedule, args=(trial, config, ports, scheduler), daemon=True).start()
-    threading.Thread(target=_answer, args=(rank, questions), daemon=True).start()
+    threading.Thread(target=_answer, args=(worker, questions), daemon=True).start()
     steps.send(None)
-    _answer(rank, steps)
+    _answer(worker, steps)
 
 
-def _schedule(trial: Trial, config: Any, ports: dict[Side, Ports], pipe: Connection) -> None:
+def _schedule(trial: Trial, config: Any, ports: dict[Role, Ports], pipe: Connection) -> None:
     with suppress(EOFError, OSError):
         scheduler.serve(trial, config, ports, pipe)
 
 
-def _answer(rank: DeviceRank, pipe: Connection) -> None:
+def _answer(worker: DeviceWorker, pipe: Connection) -> None:
     with suppress(EOFError, OSError):
         while True:
             method, arguments = pipe.recv()
-            pipe.send(getattr(rank, method)(*arguments))
+            pipe.send(getattr(worker, method)(*arguments))
 
 
 def _lead(
     options: argparse.Namespace,
     meeting: Meeting,
     trial: Trial,
-    ports: dict[Side, Ports],
+    ports: dict[Role, Ports],
     work: Path,
     listener: Listener,
 ) -> None:
@@ -352,12 +353,12 @@ def _collect(trial: Trial, children: Children, listener: Listener) -> None:
     on_one_node = bool(trial.events)  # else they are refused; see _share_book
     links: dict[int, Link] = {}
     for rank, position in enumerate(who):
-        endpoint = trial.endpoint(position.side)
+        endpoint = trial.endpoint(position.role)
         links[rank] = Link(endpoint.rank_name(position.dp, position.tp))
-        children.ranks.setdefault((position.side, position.dp), []).append(links[rank])
-    for side in SIDES:
-        for dp in range(trial.endpoint(side).dp):
-            children.schedulers[side, dp] = Link(f"{side} scheduler {dp}")
+        children.ranks.setdefault((position.role, position.dp), []).append(links[rank])
+    for role in ROLES:
+        for dp in range(trial.endpoint(role).dp):
+            children.schedulers[role, dp] = Link(f"{role} scheduler {dp}")
     for _ in range(2 * len(who) + len(children.schedulers)):
         pipe = listener.accept()
         rank, pid, part = pipe.recv()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import msgspec
 from kvcover.faults import KINDS, EventFault, Injector
 from kvcover.real_backend.driver.processes import HOST, MOST_RANKS
 from kvcover.real_backend.driver.rank_faults import RANK_KINDS
-from kvcover.real_backend.driver.trial import SIDES, Limits, RouterLegs, Side, Tables, Trial
+from kvcover.real_backend.driver.trial import ROLES, Limits, Role, RouterLegs, Tables, Trial
 from kvcover.real_backend.inside.cells import TAG_BYTES, numbering_of
 from kvcover.real_backend.inside.injection import NOTICE_KINDS, TRANSFER_KINDS
 from kvcover.sim.errors import TierError
@@ -49,15 +48,9 @@ def to_trial(scenario: Scenario) -> Trial:
     _check_engines(setup)
     tables = _tables(setup)
     legs = tuple(_legs(setup, keys, request) for request in setup.requests)
-    trial = Trial(setup, tables, Limits(0.0, 0.0), legs, keys)
+    trial = Trial(setup, tables, Limits.of(setup), legs, keys)
     _check_size(trial)
-    return limited(trial)
-
-
-def limited(trial: Trial, load: int = 0) -> Trial:
-    """Give it limits of the harness's own where the scenario sets none; `load`: ranks of all runs that share the machine."""
-    own = Limits.scaled(max(trial.ranks, load))
-    return replace(trial, limits=own.unless(trial.setup.scenario.timers))
+    return trial
 
 
 def _refuse_unknown(scenario: Scenario) -> None:
@@ -90,33 +83,33 @@ def _check_engines(setup: Setup) -> None:
     if any(kind.mla and kind.head_dim < 2 for kind in setup.geometry.kinds):
         raise TierError("model", "a latent of one value can't be run", "use mla=64+16")
     unlike = setup.prefill.shape.kv_dtype != setup.decode.shape.kv_dtype
-    for side, endpoint in zip(SIDES, (setup.prefill, setup.decode), strict=True):
+    for role, endpoint in zip(ROLES, (setup.prefill, setup.decode), strict=True):
         if (ranks := endpoint.tp * endpoint.dp) > MOST_RANKS:
-            raise TierError(side, f"{ranks} ranks are more than the connector tier runs", f"use at most {MOST_RANKS}")
+            raise TierError(role, f"{ranks} ranks are more than the connector tier runs", f"use at most {MOST_RANKS}")
         shape, lookahead = endpoint.shape, endpoint.side.lookahead_tokens
         if lookahead > shape.block_size or (lookahead and setup.scenario.mode == "write"):
-            raise TierError(f"{side}.lookahead_tokens", f"{lookahead}: the harness has one block of them, in READ", _HINT)
+            raise TierError(f"{role}.lookahead_tokens", f"{lookahead}: the harness has one block of them, in READ", _HINT)
         if unlike and shape.head_bytes % TAG_BYTES:
-            raise TierError(f"{side}.kv_dtype", f"{shape.kv_dtype}: a head of {shape.head_bytes} bytes holds no whole 4-byte tags",
+            raise TierError(f"{role}.kv_dtype", f"{shape.kv_dtype}: a head of {shape.head_bytes} bytes holds no whole 4-byte tags",
                             "use a head_dim that is a multiple of 4")  # fmt: skip
 
 
-def _tables(setup: Setup) -> tuple[dict[Side, Tables], ...]:
+def _tables(setup: Setup) -> tuple[dict[Role, Tables], ...]:
     """The blocks of all requests, which are there at once, on both engines."""
-    tables: tuple[dict[Side, Tables], ...] = tuple({} for _ in setup.requests)
-    for side, endpoint in zip(SIDES, (setup.prefill, setup.decode), strict=True):
+    tables: tuple[dict[Role, Tables], ...] = tuple({} for _ in setup.requests)
+    for role, endpoint in zip(ROLES, (setup.prefill, setup.decode), strict=True):
         for dp in range(endpoint.dp):
-            mine = [request for request in setup.requests if getattr(request, f"{side}_dp") == dp]
-            fixed = {block for request in mine for block in getattr(request, f"{side}_blocks") or ()}
+            mine = [request for request in setup.requests if getattr(request, f"{role}_dp") == dp]
+            fixed = {block for request in mine for block in getattr(request, f"{role}_blocks") or ()}
             pool = BlockPool(endpoint.shape.num_blocks, fixed)
             for request in mine:
-                asked = getattr(request, f"{side}_blocks")
+                asked = getattr(request, f"{role}_blocks")
                 count = sum(blocks - skipped for skipped, blocks in endpoint.rows(request.prompt_tokens))
                 if not pool.fits(count, asked):
                     hint = "raise it: the connector tier never queues"
-                    raise TierError(f"{side}.num_blocks", "too few for all requests at once", hint)
+                    raise TierError(f"{role}.num_blocks", "too few for all requests at once", hint)
                 taken = pool.take_tables(request, endpoint, asked)
-                tables[request.index][side] = tuple(tuple(table.tolist()) for table in taken)
+                tables[request.index][role] = tuple(tuple(table.tolist()) for table in taken)
     return tables
 
 
@@ -165,11 +158,11 @@ def _cache_mb(trial: Trial) -> int:
     """Memory of the cells that requests touch, twice where decode keeps what it used."""
     total = 0
     blocks = sum(len(trial.blocks("prefill", index)) for index in range(len(trial.tables)))
-    for side in SIDES:
-        endpoint = trial.endpoint(side)
+    for role in ROLES:
+        endpoint = trial.endpoint(role)
         groups = [(len(group.layers) * group.geometry.head_dim, group.shape) for group in endpoint.groups]
         values = sum(width * shape.planes * shape.heads for width, shape in groups)
-        copies = 2 if side == "decode" and trial.setup.scenario.mode == "read" else 1
+        copies = 2 if role == "decode" and trial.setup.scenario.mode == "read" else 1
         total += copies * endpoint.tp * values * endpoint.shape.block_size * TAG_BYTES * blocks
     return round(total / 1e6)
 

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 from kvcover.real_backend.inside.cells import cells_of
-from kvcover.real_backend.inside.device_rank import record_posts
+from kvcover.real_backend.inside.device_worker import record_posts
 from kvcover.real_backend.machine.doctor import Line
 from kvcover.real_backend.tiers import hardware
 from kvcover.real_backend.tiers.hardware import hardware_tier, launch, read_result, transport
@@ -157,7 +157,7 @@ def test_the_first_ranks_are_prefill_s() -> None:
     from kvcover.real_backend.tiers.torchrun import positions
 
     trial = to_trial(scenario("0.33.0", decode={"tp": 1, "dp": 2}))
-    assert [(each.side, each.dp, each.tp) for each in positions(trial)] == [
+    assert [(each.role, each.dp, each.tp) for each in positions(trial)] == [
         ("prefill", 0, 0),
         ("prefill", 0, 1),
         ("decode", 0, 0),

@@ -116,7 +116,7 @@ def planned(text: str, tmp_path: Path, requests: int = 3) -> Injection:
     trial: Any = SimpleNamespace(
         setup=SimpleNamespace(faults=(fault,), requests=[None] * requests),
         book=tmp_path / "book",
-        endpoint=lambda _side: SimpleNamespace(rank_name=lambda _dp, tp: f"D{tp}"),
+        endpoint=lambda _role: SimpleNamespace(rank_name=lambda _dp, tp: f"D{tp}"),
     )
     made = Injection(trial, "prefill", "P0", {})
     made.cell_of = lambda address: (0, address)  # type: ignore[method-assign]
@@ -125,7 +125,7 @@ def planned(text: str, tmp_path: Path, requests: int = 3) -> Injection:
 
 def notices_that_pass(text: str, tmp_path: Path) -> list[int]:
     made, wire = planned(text, tmp_path), _Wire()
-    made.meet({7: "D0"})
+    made.owners = {7: "D0"}
     socket = injection._NoticeSocket(made, wire, "tcp://127.0.0.1", 7)
     socket._read = lambda payload: ("write_done", int.from_bytes(payload, "little"))  # type: ignore[method-assign]
     for number in range(3):

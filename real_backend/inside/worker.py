@@ -25,29 +25,37 @@ import numpy as np
 
 from kvcover.real_backend.driver.processes import Ports
 from kvcover.real_backend.driver.reports import Coverage, Forward, Raised, RankReport, StepReport
-from kvcover.real_backend.driver.trial import Side, Trial
+from kvcover.real_backend.driver.trial import Role, Trial
 from kvcover.real_backend.inside.cells import TAG_BYTES, Cells, View, cells_of
 from kvcover.real_backend.inside.injection import Injection
-from kvcover.real_backend.inside.vllm_setup import EngineConfig, connector_class, has_head_axis, layer_names, torch_dtype
+from kvcover.real_backend.inside.raising import raised_by
+from kvcover.real_backend.inside.vllm_setup import (
+    EngineConfig,
+    connector_class,
+    connector_role,
+    has_head_axis,
+    layer_names,
+    torch_dtype,
+)
 
 _LAYER_S = 0.015
 """A layer takes time, so that a transfer's first task is older than its request's end, as on a real engine."""
 _SLOW_LAYERS = 4
 
 
-class Rank:
+class Worker:
     """The state of one worker process. `tp_rank` counts within the DP rank of `config`."""
 
     def __init__(
-        self, trial: Trial, config: EngineConfig, tp_rank: int, rendezvous: Path, ports: dict[Side, Ports], late_s: float
+        self, trial: Trial, config: EngineConfig, tp_rank: int, rendezvous: Path, ports: dict[Role, Ports], late_s: float
     ) -> None:
         self._trial = trial
         self._config = config
-        self._endpoint = trial.endpoint(config.side)
+        self._endpoint = trial.endpoint(config.role)
         self._tp_rank = tp_rank
         self.name = self._endpoint.rank_name(config.dp_rank, tp_rank)
-        self._cells = cells_of(trial, config.side, tp_rank)
-        self._injection = Injection(trial, config.side, self.name, ports)
+        self._cells = cells_of(trial, config.role, tp_rank)
+        self._injection = Injection(trial, config.role, self.name, ports)
         self._watch = _Watch(self.name, self._injection)
         self._used: dict[int, list[View]] = defaultdict(list)
         self._steps = 0
@@ -59,7 +67,7 @@ class Rank:
         self._injection.wrap_transfers()
         self._join_group(rendezvous)
         time.sleep(late_s)
-        self._connector = connector_class()(config.vllm, role("WORKER"), config.kv_cache)
+        self._connector = connector_class()(config.vllm, connector_role("WORKER"), config.kv_cache)
         self._watch.listen(self._connector)
         self._caches, self._views = self._allocate()
         self._injection.layers = [
@@ -112,11 +120,11 @@ class Rank:
     def _blocks(self, request: int, cells: Cells) -> tuple[int, ...]:
         """The blocks of a request's prompt in the table of these layers, without those allocated beyond it."""
         prompt = -(-self._trial.setup.requests[request].prompt_tokens // self._endpoint.shape.block_size)
-        return self._trial.tables[request][self._config.side][cells.group.table][:prompt]
+        return self._trial.tables[request][self._config.role][cells.group.table][:prompt]
 
     def stray(self) -> int:
         """Count cells that changed although they belong to no request, or hold another request's content."""
-        if self._config.side == "prefill":
+        if self._config.role == "prefill":
             return 0
         found = 0
         for cells in self._cells:
@@ -130,9 +138,9 @@ class Rank:
         """The requests that this rank, one of decode's, has."""
         return [request.index for request in self._trial.setup.requests if request.decode_dp == self._config.dp_rank]
 
-    def meet(self, bound: dict[int, str]) -> None:
+    def learn_ports(self, bound: dict[int, str]) -> None:
         """Learn who listens where."""
-        self._injection.meet(bound)
+        self._injection.owners = bound
 
     def bound(self) -> tuple[int, ...]:
         """Return the ports that this rank listens on so far."""
@@ -205,7 +213,7 @@ class Rank:
             pages = -(-length * TAG_BYTES // mmap.PAGESIZE)
             memory = mmap.mmap(-1, pages * mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             whole: View = np.frombuffer(memory, dtype=np.int32)
-            dtype = torch.uint8 if cells.group.geometry.state else torch_dtype(self._trial.kv_dtype(self._config.side))
+            dtype = torch.uint8 if cells.group.geometry.state else torch_dtype(self._trial.kv_dtype(self._config.role))
             caches[name] = torch.from_numpy(whole)[:length].view(dtype).view(shape)
             views.append(cells.view(whole[:length]))
         return caches, views
@@ -303,47 +311,12 @@ def _decode(message: bytes) -> dict[str, Any]:
     return {"type": "text", "transfer_id": message.decode("utf-8", "replace")}
 
 
-def raised_by(name: str, error: BaseException) -> Raised:
-    """Say which call on the connector let an exception out: the outermost frame in the connector's module.
-
-    When the clean-up after one call raised again, the first exception is the one to tell.
-    """
-    first = error
-    while first.__context__ is not None and _connector_call(first.__context__) not in ("", _connector_call(first)):
-        first = first.__context__
-    call = _connector_call(first)
-    misfit = where_it_failed(first) if not call and isinstance(first, _MISFITS) else ""
-    return Raised(name, call or "outside the connector", type(first).__name__, str(first), misfit)
-
-
-_MISFITS = (AttributeError, TypeError, ImportError, NameError)
-"""What a harness meets that calls things which aren't there any more."""
-
-
-def where_it_failed(error: BaseException) -> str:
-    """Say which line of the harness let an exception out, and the exception."""
-    ours = [frame for frame in traceback.extract_tb(error.__traceback__) if "real_backend" in frame.filename]
-    line = f"`{ours[-1].line}` in {ours[-1].name}" if ours else "a call"
-    return f"{line}: {type(error).__name__}: {error}"
-
-
-def _connector_call(error: BaseException) -> str:
-    calls = (frame.name for frame in traceback.extract_tb(error.__traceback__) if "moriio" in frame.filename)
-    return next(calls, "")
-
-
-def role(name: str) -> Any:
-    """Return vLLM's connector role of that name, WORKER or SCHEDULER."""
-    base = importlib.import_module("vllm.distributed.kv_transfer.kv_connector.v1.base")
-    return base.KVConnectorRole[name]
-
-
 def serve(
     trial: Trial,
     config: EngineConfig,
     tp_rank: int,
     rendezvous: Path,
-    ports: dict[Side, Ports],
+    ports: dict[Role, Ports],
     late_s: float,
     steps: Connection,
     questions: Connection,
@@ -354,22 +327,22 @@ def serve(
     purpose doesn't say that it is up.
     """
     try:
-        rank = Rank(trial, config, tp_rank, rendezvous, ports, late_s)
+        worker = Worker(trial, config, tp_rank, rendezvous, ports, late_s)
     except Exception as error:
-        name = trial.endpoint(config.side).rank_name(config.dp_rank, tp_rank)
+        name = trial.endpoint(config.role).rank_name(config.dp_rank, tp_rank)
         traceback.print_exc()
         steps.send(raised_by(name, error))
         return
-    threading.Thread(target=_answer, args=(rank, questions), daemon=True).start()
+    threading.Thread(target=_answer, args=(worker, questions), daemon=True).start()
     if not late_s:
         steps.send(None)
-    _answer(rank, steps)
+    _answer(worker, steps)
 
 
-def _answer(rank: Rank, pipe: Connection) -> None:
+def _answer(worker: Worker, pipe: Connection) -> None:
     while True:
         try:
             method, arguments = pipe.recv()
         except (EOFError, OSError):
             return
-        pipe.send(getattr(rank, method)(*arguments))
+        pipe.send(getattr(worker, method)(*arguments))

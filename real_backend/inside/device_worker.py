@@ -12,11 +12,11 @@ from types import SimpleNamespace
 from typing import Any
 
 from kvcover.real_backend.driver.processes import Ports
-from kvcover.real_backend.driver.trial import Side, Trial
+from kvcover.real_backend.driver.trial import Role, Trial
 from kvcover.real_backend.inside.cells import View
 from kvcover.real_backend.inside.device_cells import DeviceCells
-from kvcover.real_backend.inside.rank import Rank
 from kvcover.real_backend.inside.vllm_setup import LOOPBACK, MORIIO, EngineConfig, layer_names, torch_dtype
+from kvcover.real_backend.inside.worker import Worker
 from kvcover.sim.errors import TierError
 
 _SEGMENT = 2 << 20
@@ -109,10 +109,10 @@ def record_posts(mori_io: Any) -> None:
     engine.create_session = create_session
 
 
-class DeviceRank(Rank):
+class DeviceWorker(Worker):
     """A rank whose peers in its TP group meet in a torchrun store, and whose caches are on `device`."""
 
-    def __init__(self, trial: Trial, config: EngineConfig, tp_rank: int, ports: dict[Side, Ports], store: Any, device: str) -> None:
+    def __init__(self, trial: Trial, config: EngineConfig, tp_rank: int, ports: dict[Role, Ports], store: Any, device: str) -> None:
         self._store, self._device = store, device
         super().__init__(trial, config, tp_rank, Path(), ports, 0.0)
 
@@ -120,7 +120,7 @@ class DeviceRank(Rank):
         """Make the TP group a world of its own, as vLLM wants it; `rendezvous` is a file that other nodes can't see."""
         torch: Any = importlib.import_module("torch")
         record_posts(importlib.import_module("mori.io"))
-        name = f"{self._config.side}{self._config.dp_rank}"
+        name = f"{self._config.role}{self._config.dp_rank}"
         store = torch.distributed.PrefixStore(name, self._store)
         torch.distributed.init_process_group("gloo", store=store, rank=self._tp_rank, world_size=self._endpoint.tp)
         state = importlib.import_module("vllm.distributed.parallel_state")
@@ -148,7 +148,7 @@ class DeviceRank(Rank):
         caches, views = {}, []
         for name in names:
             whole = torch.zeros(-(-length * 4 // _SEGMENT) * _SEGMENT // 4, dtype=torch.int32, device=self._device)
-            caches[name] = whole[:length].view(torch_dtype(self._trial.kv_dtype(self._config.side))).view(shape)
+            caches[name] = whole[:length].view(torch_dtype(self._trial.kv_dtype(self._config.role))).view(shape)
             views.append(cells.view(whole[:length]))
         self._warm_up(cells, views[0])
         return caches, views
