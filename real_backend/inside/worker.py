@@ -16,6 +16,7 @@ import threading
 import time
 import traceback
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -28,7 +29,7 @@ from kvcover.real_backend.driver.reports import Coverage, Forward, Raised, RankR
 from kvcover.real_backend.driver.trial import Role, Trial
 from kvcover.real_backend.inside.cells import TAG_BYTES, Cells, View, cells_of
 from kvcover.real_backend.inside.injection import Injection
-from kvcover.real_backend.inside.raising import raised_by
+from kvcover.real_backend.inside.raising import raised_by, what_is_broken
 from kvcover.real_backend.inside.vllm_setup import (
     EngineConfig,
     connector_class,
@@ -240,7 +241,7 @@ class _Watch:
         self._notices: list[dict[str, Any]] = []
         self._warnings: list[str] = []
         self.thread_errors: list[Raised] = []
-        handler = _Collector(self._warnings)
+        handler = _Collector(self._warnings, self._logged)
         logger = logging.getLogger("vllm")
         logger.handlers = [handler]
         logger.propagate = False
@@ -285,19 +286,29 @@ class _Watch:
 
     def _thread_died(self, args: threading.ExceptHookArgs) -> None:
         thread = args.thread.name if args.thread else "thread"
-        self.thread_errors.append(Raised(self._name, thread, args.exc_type.__name__, str(args.exc_value)))
+        broken = "" if args.exc_value is None else what_is_broken(args.exc_value)
+        self.thread_errors.append(Raised(self._name, thread, args.exc_type.__name__, str(args.exc_value), broken=broken))
+
+    def _logged(self, where: str, error: BaseException) -> None:
+        """Keep an error that the connector caught and only logged if it says that the code or the machine is broken."""
+        if broken := what_is_broken(error):
+            self.thread_errors.append(Raised(self._name, where, type(error).__name__, str(error), broken=broken))
 
 
 class _Collector(logging.Handler):
-    def __init__(self, into: list[str]) -> None:
+    def __init__(self, into: list[str], on_error: Callable[[str, BaseException], None]) -> None:
         super().__init__(logging.WARNING)
-        self._into = into
+        self._into, self._on_error = into, on_error
 
     def emit(self, record: logging.LogRecord) -> None:
         text = record.getMessage()
+        errors = [each for each in record.args or () if isinstance(each, BaseException)] if isinstance(record.args, tuple) else []
         if record.exc_info and record.exc_info[1] is not None:
             text += f" | {type(record.exc_info[1]).__name__}: {record.exc_info[1]}"
+            errors.append(record.exc_info[1])
         self._into.append(text)
+        if errors and "moriio" in record.pathname:
+            self._on_error(record.funcName, errors[-1])
 
 
 def _decode(message: bytes) -> dict[str, Any]:
