@@ -24,7 +24,7 @@ from multiprocessing.reduction import send_handle
 from pathlib import Path
 from typing import Any
 
-from kvcover.real_backend.driver.case import Raised
+from kvcover.real_backend.driver.reports import Raised
 from kvcover.sim.errors import TierError
 
 HOST = "127.0.0.1"

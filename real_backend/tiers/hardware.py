@@ -19,7 +19,7 @@ import msgspec
 from kvcover.real_backend.machine.doctor import Place, examine, lacking
 from kvcover.real_backend.machine.trees import choose, refuse_other_release
 from kvcover.real_backend.tiers.connector import as_trees
-from kvcover.real_backend.tiers.translate import refuse_unlike_layers, to_job
+from kvcover.real_backend.tiers.translate import refuse_unlike_layers, to_trial
 from kvcover.sim.errors import TierError
 from kvcover.sim.results.result import Result
 from kvcover.sim.scenario.scenario import Scenario
@@ -82,9 +82,9 @@ def check_hardware(chosen: Literal["rdma", "xgmi"]) -> None:
 
 def launch(scenario: Scenario, vllm: str, options: tuple[str, ...], limit_s: float = _LIMIT_S) -> Result:
     """Start torchrun on this machine with one process a rank, and read the result that its first rank writes."""
-    job = to_job(scenario)
-    refuse_unlike_layers(job)
-    ranks = job.case.ranks
+    trial = to_trial(scenario)
+    refuse_unlike_layers(trial)
+    ranks = trial.ranks
     with tempfile.TemporaryDirectory(prefix="kvcover-") as work:
         given, written, log = Path(work) / "scenario.json", Path(work) / "result.json", Path(work) / "log"
         given.write_bytes(msgspec.json.encode(scenario))

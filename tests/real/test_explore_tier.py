@@ -168,14 +168,14 @@ def test_options_of_the_model_tier(monkeypatch: pytest.MonkeyPatch, words: list[
 
 def test_most_drafts_can_run_on_the_connector_tier() -> None:
     """Without any tree: only translation, which is what refuses."""
-    from kvcover.real_backend.tiers.translate import to_job
+    from kvcover.real_backend.tiers.translate import to_trial
 
     assert set(DRAWN) <= set(FEATURES)
     swarm, runnable = Swarm(features=DRAWN, pins=pinned(connector_tier, {}, "0.33.0")), 0
     for seed in range(200):
         draft = swarm.draft(seed, fit)
         try:
-            to_job(build(draft))
+            to_trial(build(draft))
         except TierError:
             continue
         runnable += 1
