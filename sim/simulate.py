@@ -125,6 +125,8 @@ def replay_line(scenario: Scenario) -> str:
             words += ["--set", f"{name}.{key}={_value(value)}"]
     for fault in fields.pop("faults", ()):
         words += ["--fault", fault if isinstance(fault, str) else str(fault_of("faults", fault))]
+    for field, policy in fields.pop("overrides", {}).items():
+        words += ["--override", f"{field}={policy}"]
     for key in ("release", "decode_release", "mode", "model", "router", "seed"):
         if key in fields:
             words += [f"--{key.replace('_', '-')}", str(fields.pop(key))]

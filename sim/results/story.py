@@ -7,7 +7,8 @@ from collections.abc import Iterable
 from kvcover.sim.errors import InputError
 from kvcover.sim.kernel.events import Dial, Sent
 from kvcover.sim.kernel.history import Event
-from kvcover.sim.results.findings import peer_tp_causes, span
+from kvcover.sim.results.chains import peer_tp_causes
+from kvcover.sim.results.findings import span
 from kvcover.sim.results.outcome import request_outcome
 from kvcover.sim.results.record import Record
 from kvcover.sim.results.result import MEANING
@@ -102,7 +103,7 @@ def _legs(record: Record, request: int) -> list[str]:
     side = "prefill" if record.mode == "write" else "decode"
     endpoint = record.setup.prefill if side == "prefill" else record.setup.decode
     if params := record.legs.get((request, side)):
-        lines.append(f"{side} reads it: {'; '.join(peer_tp_causes(endpoint.release, params))}")
+        lines.append(f"{side} reads it: {'; '.join(cause.text for cause in peer_tp_causes(endpoint.release, params, side))}")
     fired = [event.detail for event in record.history.events("fault_fired") if event.request in (request, -1)]
     if fired:
         lines.append(f"faults that fired: {', '.join(dict.fromkeys(fired))}")
