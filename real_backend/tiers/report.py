@@ -13,7 +13,7 @@ from kvcover.real_backend.driver.reports import Coverage, RankReport, TrialResul
 from kvcover.real_backend.driver.trial import Trial
 from kvcover.real_backend.driver.verdict import KILLED
 from kvcover.real_backend.machine.trees import Tree
-from kvcover.sim.results.findings import span
+from kvcover.sim.results.chains import span
 from kvcover.sim.results.result import Check, FaultFired, Finding, RankCoverage, Result, Sets
 from kvcover.sim.simulate import replay_line
 

@@ -85,6 +85,10 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     def geometry(self) -> Geometry:
         return self.setup.geometry
 
+    def leg(self, side: str, request: int = 0) -> dict[str, Any]:
+        """The params that left for the prefill or the decode side; empty if they never did."""
+        return self.legs.get((max(request, 0), side), {})
+
     def side(self, letter: str) -> list[EngineEnd]:
         """The DP ranks of prefill (P) or of decode (D)."""
         return [engine for engine in self.engines if engine.me.letter == letter]

@@ -7,8 +7,7 @@ from collections.abc import Iterable
 from kvcover.sim.errors import InputError
 from kvcover.sim.kernel.events import Dial, Sent
 from kvcover.sim.kernel.history import Event
-from kvcover.sim.results.chains import peer_tp_causes
-from kvcover.sim.results.findings import span
+from kvcover.sim.results.chains import peer_tp_causes, span
 from kvcover.sim.results.outcome import request_outcome
 from kvcover.sim.results.record import Record
 from kvcover.sim.results.result import MEANING
