@@ -83,7 +83,7 @@ def find_tests(release: str, tree: Path) -> Path:
 def _fetch(release: str, folder: Path) -> None:
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{release}-") as work:
-        command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--no-build-isolation", "--no-binary", ":all:"]
+        command = [sys.executable, "-P", "-m", "pip", "download", "-q", "--no-deps", "--no-build-isolation", "--no-binary", ":all:"]
         command += ["--dest", work, f"vllm=={release}"]
         environment = {**os.environ, "VLLM_TARGET_DEVICE": "empty", "VLLM_VERSION_OVERRIDE": release}
         try:

@@ -1,4 +1,4 @@
-"""The connector tier: scenarios on vLLM's own connector. Entry point of `kvcover.tiers`.
+"""The connector tier: scenarios on vLLM's own connector.
 
 Scenarios of one pair of trees share one import, and run at the same time as far as cores and memory allow.
 """

@@ -1,4 +1,4 @@
-"""The hardware tier: real `mori.io`, NIC or xGMI, and GPU memory. Entry point of `kvcover.tiers`.
+"""The hardware tier: real `mori.io`, NIC or xGMI, and GPU memory.
 
 Every rank of both engines is a process that torchrun started. On one machine `kvcover run --tier hardware` starts torchrun;
 over several nodes it is started on each: see `python -m kvcover.real_backend.tiers.torchrun --help`.
@@ -90,9 +90,12 @@ def launch(scenario: Scenario, vllm: str, options: tuple[str, ...], limit_s: flo
         given.write_bytes(msgspec.json.encode(scenario))
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
         command += ["-m", "kvcover.real_backend.tiers.torchrun", str(given), "-o", str(written), "--vllm", vllm, *options]
+        environment = os.environ | {"PYTHONSAFEPATH": "1"}  # no module comes from the current folder, as `-m` would have it
         with log.open("wb") as out:
             try:
-                subprocess.run(command, stdout=out, stderr=out, stdin=subprocess.DEVNULL, timeout=limit_s, check=False)
+                subprocess.run(
+                    command, env=environment, stdout=out, stderr=out, stdin=subprocess.DEVNULL, timeout=limit_s, check=False
+                )
             except subprocess.TimeoutExpired:
                 raise TierError("--tier hardware", f"no result after {limit_s:g} s: {_end_of(log)}", "run it again") from None
         if not written.exists():

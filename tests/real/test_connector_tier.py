@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from kvcover import Result, build
@@ -28,6 +29,7 @@ from kvcover.real_backend.tiers.connector import connector_tier
 from kvcover.real_backend.tiers.translate import to_trial
 from kvcover.sim.errors import InputError, TierError
 from tests.measured.test_measured import ROWS, observed, rounded, scenario_of
+from tests.unit.test_packaging import OTHERS, OURS, litter
 
 SMALL = {"model": "layers=2,mla=64+16", "prefill": {"tp": 2}, "decode": {"tp": 2}}
 vllm = pytest.mark.vllm
@@ -169,6 +171,35 @@ def kvcover(tmp_path: Path) -> Any:
         )
 
     return run
+
+
+@vllm
+def test_a_users_modules_are_not_those_of_the_ranks(tmp_path: Path) -> None:
+    """The command was started in a folder whose modules end whatever imports them; what it starts is not in their reach."""
+    needs("0.26.0")
+    script, folder = tmp_path / "bin" / "kvcover", tmp_path / "work"
+    for path in (script.parent, folder):
+        path.mkdir()
+    script.write_text("from kvcover.sim.cli import main\nmain()\n")
+    words = [
+        "run",
+        "--tier",
+        "connector",
+        "--release",
+        "0.26.0",
+        "--model",
+        "layers=2,mla=64+16",
+        "--prefill",
+        "4",
+        "--decode",
+        "4",
+    ]
+    done = subprocess.run(
+        [sys.executable, str(script), *words, "--json"], cwd=litter(folder, (*OURS, *OTHERS, "torch.py", "vllm.py", "zmq.py")),
+        capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert msgspec.json.decode(done.stdout)["coverage"] == 0.25  # measured: row 0.26.0/write/p4d4/mla/toy
 
 
 # -- on vLLM's own connector -------------------------------------------------------------------------------------------

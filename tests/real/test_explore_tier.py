@@ -18,7 +18,7 @@ from kvcover.real_backend.tiers.drafts import DRAWN, fit
 from kvcover.sim.commands.explore import explore as explore_command
 from kvcover.sim.errors import TierError
 from kvcover.sim.scenario.scenario import Scenario
-from kvcover.sim.search.explore import Summary, seed_jobs
+from kvcover.sim.search.explore import Exploration, seed_jobs
 from kvcover.sim.search.explore_tier import against_model, drafts_of, explore_tier, pinned
 from kvcover.sim.search.shrink import Draft
 from kvcover.sim.search.swarm import FEATURES, Swarm
@@ -57,7 +57,7 @@ class FakeTier:
         return found
 
 
-def explored(tier: FakeTier, count: int = 30, release: str = "0.33.0") -> Summary:
+def explored(tier: FakeTier, count: int = 30, release: str = "0.33.0") -> Exploration:
     swarm = Swarm(features=tier.features, pins=pinned(tier, {}, release))
     return explore_tier(tier, drafts_of(tier, seed_jobs(swarm, 0, count)))
 

@@ -32,6 +32,7 @@ from kvcover.real_backend.tiers.translate import to_trial
 from kvcover.sim.errors import InputError, TierError
 from kvcover.sim.results.result import Result
 from kvcover.sim.scenario.scenario import Scenario, build
+from tests.unit.test_packaging import OTHERS, OURS, litter
 
 LIMIT_S = 300.0
 NO_GPU = not os.path.exists("/dev/kfd")
@@ -89,6 +90,31 @@ def test_a_fault_of_each_class_acts_under_torchrun(
     result = launch(scenario("0.33.0", faults=[fault]), "0.33.0", ("--loopback-test",), LIMIT_S)
     assert (coverage(result), result.outcome) == (expected, outcome)
     assert [each.fired for each in result.faults] == [fired]
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_a_users_modules_are_not_those_of_the_ranks(trees: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchrun starts its ranks with `-m`, which puts the current folder first unless it is told not to."""
+    if not (trees / "0.26.0").is_dir():
+        pytest.skip("NOT RUN: no tree of vLLM 0.26.0 in KVCOVER_TREES")
+    monkeypatch.chdir(litter(tmp_path, (*OURS, *OTHERS, "torch.py", "vllm.py", "zmq.py")))
+    assert coverage(launch(scenario("0.26.0"), "0.26.0", ("--loopback-test",), LIMIT_S)) == [1.0, 0.0]
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_torchrun_by_hand_minds_no_module_called_as_ours(trees: Path, tmp_path: Path) -> None:
+    """As README says to start it over several machines, where a folder may hold a `faults.py` or a `sim`."""
+    if not (trees / "0.26.0").is_dir():
+        pytest.skip("NOT RUN: no tree of vLLM 0.26.0 in KVCOVER_TREES")
+    given, written = tmp_path / "scenario.json", tmp_path / "result.json"
+    given.write_bytes(msgspec.json.encode(scenario("0.26.0")))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
+    command += ["-m", "kvcover.real_backend.tiers.torchrun", str(given), "-o", str(written), "--vllm", "0.26.0", "--loopback-test"]
+    ours = litter(tmp_path, [name for name in OURS if not name.startswith("mori")])
+    subprocess.run(command, cwd=ours, capture_output=True, timeout=LIMIT_S, check=False)
+    assert coverage(read_result(written)) == [1.0, 0.0]
 
 
 @pytest.mark.vllm
