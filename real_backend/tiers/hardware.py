@@ -1,4 +1,4 @@
-"""The hardware tier: real `mori.io`, NIC or xGMI, and GPU memory. Entry point of `kvcover.tiers`.
+"""The hardware tier: real `mori.io`, NIC or xGMI, and GPU memory.
 
 Every rank of both engines is a process that torchrun started. On one machine `kvcover run --tier hardware` starts torchrun;
 over several nodes it is started on each: see `python -m kvcover.real_backend.tiers.torchrun --help`.
@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,10 +19,12 @@ import msgspec
 
 from kvcover.real_backend.machine.doctor import Place, examine, lacking
 from kvcover.real_backend.machine.trees import choose
+from kvcover.real_backend.tiers.declared import DRAWN, INJECTED, fit
 from kvcover.real_backend.tiers.translate import refuse_unlike_layers, to_job
 from kvcover.sim.errors import TierError
 from kvcover.sim.results.result import Result
 from kvcover.sim.scenario.scenario import Scenario
+from kvcover.sim.tiers import Capabilities, Tier
 
 _LIMIT_S = 900.0
 _LAST_LINES = 3
@@ -37,11 +40,39 @@ def transport() -> Literal["rdma", "xgmi"]:
     return "rdma"
 
 
-def hardware_tier(scenario: Scenario, vllm: str | None = None) -> Result:
-    """Run one scenario on this machine's GPUs. Raises TierError naming what is missing; never uses the loopback instead."""
-    chosen = transport()
-    check_hardware(chosen)
-    return launch(scenario, vllm or "installed", ("--transport", chosen))
+class HardwareTier(Tier):
+    """This machine's GPUs, one torchrun after another. It never uses the loopback instead."""
+
+    name = "hardware"
+    # torchrun ends all ranks when one is missing, so none of them may die or come late.
+    can = Capabilities(
+        faults=INJECTED - {"crash-rank", "restart-rank", "late-rank"}, features=DRAWN, takes_vllm=True, hardware=True
+    )
+
+    def fit(self, draft: dict[str, Any]) -> None:
+        fit(draft)
+
+    def _check(self, scenario: Scenario, vllm: str | None) -> None:
+        check_hardware(transport())
+        refuse_unlike_layers(to_job(scenario))
+
+    def _run_all(
+        self, scenarios: Sequence[Scenario], vllms: Sequence[str | None], keep_errors: bool
+    ) -> Sequence[Result | TierError]:
+        for scenario, vllm in zip(scenarios, vllms, strict=True):
+            self._check(scenario, vllm)  # before minutes are spent on the first of them
+        results: list[Result | TierError] = []
+        for scenario, vllm in zip(scenarios, vllms, strict=True):
+            try:
+                results.append(launch(scenario, vllm or "installed", ("--transport", transport())))
+            except TierError as error:
+                if not keep_errors:
+                    raise
+                results.append(error)
+        return results
+
+
+hardware_tier = HardwareTier()
 
 
 def check_hardware(chosen: Literal["rdma", "xgmi"]) -> None:

@@ -40,6 +40,7 @@ from kvcover.real_backend.inside.device_rank import DeviceRank, prepare_device, 
 from kvcover.real_backend.inside.rank import raised_by
 from kvcover.real_backend.inside.vllm_setup import ConfigFactory, describe, prepare
 from kvcover.real_backend.machine.trees import choose
+from kvcover.real_backend.tiers.hardware import hardware_tier
 from kvcover.real_backend.tiers.report import to_result
 from kvcover.real_backend.tiers.translate import Job, refuse_unlike_layers, to_job
 from kvcover.sim.errors import InputError, TierError
@@ -167,13 +168,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _be_rank(options: argparse.Namespace, meeting: Meeting) -> None:
     scenario = build(load(options.scenario))
+    hardware_tier.refuse_undeclared(scenario)
     job = to_job(scenario)
     refuse_unlike_layers(job)
     usual = _TEST_TIMERS if options.loopback_test else _REAL_TIMERS
     given = job.case.timers
     timers = replace(given, transfer_s=given.transfer_s or usual.transfer_s, defer_s=given.defer_s or usual.defer_s)
     case = replace(job.case, timers=replace(timers, read_abort_s=max(given.read_abort_s, usual.read_abort_s)))
-    _check_faults(case)
+    _refuse_to_stall_the_leader(case)
     if meeting.size != case.ranks:
         raise TierError("torchrun", f"{meeting.size} processes for {case.ranks} ranks", f"start {case.ranks} in all")
     mine = positions(case)[meeting.rank]
@@ -209,16 +211,12 @@ def _be_rank(options: argparse.Namespace, meeting: Meeting) -> None:
             leader.join()
 
 
-def _check_faults(case: ConnectorCase) -> None:
-    """Raise TierError for a fault that would end torchrun, or the first rank, which leads the run."""
+def _refuse_to_stall_the_leader(case: ConnectorCase) -> None:
+    """Raise TierError for a fault that would hold up the first rank, which leads the run."""
+    leader = case.prefill.rank_name("prefill", 0, 0)
     for index, fault in enumerate(case.plan.faults):
-        if not isinstance(fault, EventFault):
-            continue
-        if fault.kind in ("crash-rank", "restart-rank", "late-rank"):
-            text = f"{fault.kind} is not on the hardware tier: torchrun ends all ranks when one is missing"
-            raise TierError(f"faults[{index}]", text, "use stall-rank, or --tier connector")
-        if fault.kind == "stall-rank" and fault.target == case.prefill.rank_name("prefill", 0, 0):
-            raise TierError(f"faults[{index}]", f"{fault.target} leads the run here", "stall another rank, or use --tier connector")
+        if isinstance(fault, EventFault) and fault.kind == "stall-rank" and fault.target == leader:
+            raise TierError(f"faults[{index}]", f"{leader} leads the run here", "stall another rank, or use --tier connector")
 
 
 def _share_book(meeting: Meeting, case: ConnectorCase, book: Path) -> ConnectorCase:

@@ -11,11 +11,9 @@ from typing import Any
 
 import msgspec
 
-from kvcover.faults import KINDS, EventFault, Injector
+from kvcover.faults import Injector
 from kvcover.real_backend.driver.case import CacheForm, ConnectorCase, EngineSize, FaultPlan, ModelShape, RequestCase, Side, Timers
 from kvcover.real_backend.driver.processes import MOST_RANKS
-from kvcover.real_backend.driver.rank_faults import RANK_KINDS
-from kvcover.real_backend.inside.injection import NOTICE_KINDS, TRANSFER_KINDS
 from kvcover.sim.cache.geometry import Geometry
 from kvcover.sim.errors import TierError
 from kvcover.sim.moriio.transfer import BlockPool
@@ -35,7 +33,6 @@ _KNOWN: dict[str, tuple[str, ...]] = {
                  "decode_blocks"),
 }  # fmt: skip
 _HINT = "leave it out, or use --tier model"
-_EVENTS = (*NOTICE_KINDS, *TRANSFER_KINDS, *RANK_KINDS, "abort", "stop-at-prefill", "fail-leg", "delay-leg", "stale-registration")
 _RANK_MB = 90
 _MOST_TAGS = 2**31
 
@@ -56,14 +53,13 @@ class Job:
 
 
 def to_job(scenario: Scenario) -> Job:
-    """Translate, or raise TierError naming the first field that the connector tier can't do."""
+    """Translate, or raise TierError naming the first field that the connector tier can't do.
+
+    That its faults can be injected is for the tier to see to, see `Tier.refuse_undeclared`.
+    """
     _refuse_unknown(scenario)
     setup = resolve(scenario)
     keys = Injector(setup.faults)
-    for index, fault in enumerate(setup.faults):
-        if isinstance(fault, EventFault) and fault.kind not in _EVENTS:
-            where = "on the model tier only" if "connector" not in KINDS[fault.kind].tiers else "not on the connector tier yet"
-            raise TierError(f"faults[{index}]", f"{fault.kind} acts {where}", _HINT)
     tokens = max(request.prompt_tokens for request in setup.requests)
     case = ConnectorCase(
         mode=scenario.mode,

@@ -138,7 +138,7 @@ def test_the_tier_names_every_missing_thing(monkeypatch: pytest.MonkeyPatch) -> 
     lines = [Line("RDMA", "missing", "no link", "…", ("hardware",)), Line("mori", "unknown", "which?", "…", ("hardware",))]
     monkeypatch.setattr(hardware, "examine", lambda _place: lines)
     with pytest.raises(TierError, match=r"RDMA \(no link\); mori \(which\?\)"):
-        hardware_tier(scenario("0.33.0"))
+        hardware_tier.run(scenario("0.33.0"))
 
 
 def test_the_transport_is_rdma_or_xgmi(monkeypatch: pytest.MonkeyPatch) -> None:
