@@ -13,6 +13,7 @@ from benchmarks.bare_simpy import bare_write
 from kvcover import Scenario, Side, build, resolve, run_world
 from kvcover.sim.results.trace import trace
 from kvcover.sim.search.matrix import run_matrix
+from kvcover.sim.simulate import record_of
 
 
 def seconds(action: Callable[[], object]) -> float:
@@ -63,11 +64,11 @@ def many_requests() -> tuple[float, float, float]:
 def traced(pairs: int = 15) -> float:
     """P8 → D8, 61 layers: median of (a run and its timeline) / (the run alone)."""
     setup = resolve(Scenario(release="0.27.0", model="deepseek-v3", prompt_tokens=4096, prefill=Side(tp=8), decode=Side(tp=8)))
-    trace(run_world(setup)[1])
+    trace(record_of(run_world(setup)[1]))
     ratios = []
     for _ in range(pairs):
         alone = seconds(lambda: run_world(setup))
-        ratios.append(seconds(lambda: trace(run_world(setup)[1])) / alone)
+        ratios.append(seconds(lambda: trace(record_of(run_world(setup)[1]))) / alone)
     return statistics.median(ratios)
 
 

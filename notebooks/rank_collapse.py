@@ -85,7 +85,7 @@ for rank in range(TP):
         port = setup.decode.handshake_port + mapped
         (dialled,) = [e for e in worlds[release].history.events("dialled") if e.actor == f"P{rank}"]
         line += f"{f'D{mapped}   port {port}   {dialled.peer} answered':34}"
-        assert dialled.detail.startswith(f"port {port} ") and dialled.peer == f"D{mapped}"
+        assert dialled.fields.port == port and dialled.peer == f"D{mapped}"
         assert mapped == (0 if release == BROKEN else rank)
     print(line)
 

@@ -34,12 +34,20 @@ class TierError(InputError):
 
 
 class PeerRefusal(KvcoverError):
-    """A connector function raised: `error` is the exception class that the real code raises there."""
+    """A connector function raised: `error` is the exception class that the real code raises there.
 
-    def __init__(self, error: str, text: str) -> None:
-        super().__init__(error, text)
+    `policy` names the release's field that decides about it, where that is known at this place.
+    """
+
+    def __init__(self, error: str, text: str, policy: str = "") -> None:
+        super().__init__(error, text, policy)
         self.error = error
         self.text = text
+        self.policy = policy
+
+    def due_to(self, policy: str) -> PeerRefusal:
+        """The same refusal, with the policy that decides about it unless it knows its own."""
+        return PeerRefusal(self.error, self.text, self.policy or policy)
 
     def __str__(self) -> str:
         return f"{self.error}: {self.text}"

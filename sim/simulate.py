@@ -9,20 +9,12 @@ from collections.abc import Sequence
 import msgspec
 
 from kvcover.faults import KINDS
+from kvcover.sim.cache.ledger import Count
 from kvcover.sim.errors import TierError
-from kvcover.sim.results.checkers import check_all
-from kvcover.sim.results.findings import find
-from kvcover.sim.results.outcome import (
-    percentiles,
-    plan_of,
-    rank_coverages,
-    request_outcome,
-    request_tallies,
-    sets_of,
-    times_to_go,
-    transfer_times,
-)
-from kvcover.sim.results.result import FaultFired, Result, worst
+from kvcover.sim.moriio.transfer import Transfer
+from kvcover.sim.results.judge import judge
+from kvcover.sim.results.record import Course, EngineEnd, Record
+from kvcover.sim.results.result import Result
 from kvcover.sim.scenario.scenario import Scenario, fault_of
 from kvcover.sim.scenario.setup import Setup, resolve
 from kvcover.sim.tiers import Capabilities, Tier
@@ -60,50 +52,64 @@ def run_world(setup: Setup) -> tuple[Result, World]:
     started = time.perf_counter()
     world = World(setup)
     world.run()
-    return judge(world, started), world
-
-
-def judge(world: World, started: float) -> Result:
-    """Everything that the result says is a view of the finished world."""
-    setup, scenario = world.setup, world.setup.scenario
-    tallies = [request_tallies(world, transfer) for transfer in world.transfers]
-    outcomes = [request_outcome(world, t, tallies[t.index]) for t in world.transfers]
-    ranks = rank_coverages(world, tallies)
-    sets = sets_of(world, ranks)
-    go = [tally.at_go for row in tallies for tally in row]
-    end = [tally.at_end for row in tallies for tally in row]
-    cells = sum(count.cells for count in go)
-    unfired = [str(fault) for fault, fired in zip(setup.faults, world.fired, strict=True) if not fired]
-    return Result(
-        tier="model",
-        release=setup.prefill.release.name,
-        decode_release=setup.decode.release.name,
-        mode=scenario.mode,
-        model=scenario.model,
-        router=setup.router.name,
-        seed=scenario.seed,
-        prefill={"tp": setup.prefill.tp, "dp": setup.prefill.dp},
-        decode={"tp": setup.decode.tp, "dp": setup.decode.dp},
-        outcome="vacuous" if unfired else worst(outcomes),
-        coverage=sum(count.covered for count in go) / cells,
-        coverage_end=sum(count.covered for count in end) / cells,
-        wrong=sum(count.wrong for count in go) / cells,
-        stray=world.stray,
-        by_rank=ranks,
-        by_request=outcomes,
-        sets=sets,
-        findings=find(world, ranks, sets),
-        checks=check_all(world.history, plan_of(world)),
-        faults=[FaultFired(fault=str(f), fired=n) for f, n in zip(setup.faults, world.fired, strict=True)],
+    result = judge(
+        record_of(world),
         digest=world.history.digest(),
         events=world.clock.events,
         virtual_ns=world.history.last_ns(),
         seconds=time.perf_counter() - started,
-        replay=replay_line(scenario),
-        transfer_ms=percentiles(transfer_times(world)),
-        time_to_go_ms=percentiles(times_to_go(world)),
-        scenario=msgspec.to_builtins(scenario),
+        replay=replay_line(setup.scenario),
     )
+    return result, world
+
+
+def record_of(world: World) -> Record:
+    """What a finished world left behind."""
+    return Record(
+        tier="model",
+        setup=world.setup,
+        history=world.history,
+        courses=tuple(_course(world, transfer) for transfer in world.transfers),
+        engines=tuple(
+            EngineEnd(name=e.name, me=e.me, dp=e.dp, started=e.started, crashed=e.crashed, held=tuple(sorted(e.pool.held)))
+            for e in world.engines
+        ),
+        legs=world.legs,
+        fired=tuple(world.fired),
+        stray=world.stray,
+    )
+
+
+def _course(world: World, transfer: Transfer) -> Course:
+    prefill, decode, index = world.prefills[transfer.prefill_dp], world.decodes[transfer.decode_dp], transfer.index
+    return Course(
+        request=transfer.request,
+        prefill_dp=transfer.prefill_dp,
+        decode_dp=transfer.decode_dp,
+        at_go=tuple(transfer.at_go) if transfer.went else None,
+        at_end=tuple(_end_count(world, transfer, tp) for tp in range(world.setup.decode.tp)),
+        bad_end=transfer.bad_end,
+        admitted=bool(transfer.needs),
+        ended=transfer.ended,
+        lost=prefill.crashed or decode.crashed,
+        held=index in prefill.pool.held or (transfer.ended and index in decode.pool.held),
+        late=transfer.timer_fired,
+        aborted=transfer.aborted,
+        preempted=transfer.preempted,
+        started_ns=transfer.started_ns,
+        posted_ns=transfer.posted_ns,
+        landed_ns=transfer.landed_ns,
+        go_ns=transfer.go_ns,
+    )
+
+
+def _end_count(world: World, transfer: Transfer, tp: int) -> Count:
+    """What rank `tp` holds of a request when the run is over; all missing if decode never allocated blocks."""
+    if not transfer.needs:
+        decode, request = world.setup.decode, transfer.request
+        blocks = [request.blocks - skipped for skipped, _ in decode.rows(request.prompt_tokens)]
+        return Count(0, 0, sum(g.geometry.layers * g.shape.planes * g.shape.heads * blocks[g.table] for g in decode.groups))
+    return world.decodes[transfer.decode_dp].ledger.count_all(tp, transfer.index, transfer.needs[tp])
 
 
 def replay_line(scenario: Scenario) -> str:

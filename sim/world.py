@@ -11,6 +11,7 @@ from kvcover.faults import EventFault, Fault, Injector
 from kvcover.sim.cache.geometry import check_slices
 from kvcover.sim.errors import PeerRefusal
 from kvcover.sim.kernel.clock import Clock
+from kvcover.sim.kernel.events import FaultFired, Fields, LegSent, Lost, Raised, Why
 from kvcover.sim.kernel.history import History
 from kvcover.sim.kernel.network import MS, Network
 from kvcover.sim.moriio.decode import DecodeEngine
@@ -78,9 +79,9 @@ class World:
         """How often each planned fault changed something."""
         return self.injector.fired
 
-    def log(self, kind: str, actor: str, peer: str = "", request: int = -1, layer: int = -1, detail: str = "") -> None:
+    def log(self, kind: str, actor: str, peer: str = "", request: int = -1, layer: int = -1, fields: Fields | None = None) -> None:
         """Append to the history at the present instant."""
-        self.history.rows.append((self.clock.now, kind, actor, peer, request, layer, detail))
+        self.history.rows.append((self.clock.now, kind, actor, peer, request, layer, fields))
 
     @property
     def engines(self) -> list[PrefillEngine | DecodeEngine]:
@@ -112,10 +113,10 @@ class World:
         """Whether every engine's connector takes its cache; one that does not start is known to no router."""
         refused = [(engine, why) for engine in self.engines if (why := engine.me.start_error(self.mode))]
         for engine, why in refused:
-            engine.crash(why, None)
+            engine.crash(Raised.by(why), None)
         for transfer in self.transfers if refused else ():
             transfer.bad_end = "crash"
-            self._lose(transfer, "an engine never started")
+            self._lose(transfer, Lost("never_started", "an engine never started"))
         return not refused
 
     def _bind(self, engine: PrefillEngine | DecodeEngine, rank: PrefillRank | DecodeRank) -> None:
@@ -158,7 +159,7 @@ class World:
             return
         self.injector.note(fault)
         rank.deaf = True
-        engine.crash(f"rank {rank.name} died", None, rank.name)
+        engine.crash(Raised("", f"rank {rank.name} died", fault=str(fault)), None, rank.name)
         if fault.kind == "restart-rank":
             for index in engine.die():
                 self._cut_off(self.transfers[index], engine)
@@ -173,7 +174,7 @@ class World:
                 transfer.bad_end = "crash"
         elif not transfer.ended:
             transfer.bad_end = "crash"
-            self._lose(transfer, f"{engine.name} died with it")
+            self._lose(transfer, Lost("died", f"{engine.name} died with it"))
 
     def _restart(self, before: PrefillEngine | DecodeEngine) -> None:
         """The engine is back: ports and names as before, and nothing in its memory."""
@@ -218,7 +219,7 @@ class World:
         """What planned faults make of a batch that would land at `land` (ns)."""
         effect = TransferEffect(land, land)
         for fault in self.injector.acting("transfer", op, sender, receiver, request, layer, self.clock.now / MS):
-            self.log("fault_fired", sender, receiver, request, layer, str(fault))
+            self.log("fault_fired", sender, receiver, request, layer, FaultFired(str(fault), "transfer"))
             later, error = land + _ns(fault.ms), fault.status or "ERR_RDMA_OP"
             if fault.kind == "fail-transfer":
                 effect = TransferEffect(None, land, error)
@@ -277,7 +278,7 @@ class World:
                 response = yield answer
             if response is None:
                 transfer.bad_end = transfer.bad_end or ("failed" if unsent else "crash")
-                self._lose(transfer, unsent or "prefill gave no answer")
+                self._lose(transfer, unsent or Lost("no_answer", "prefill gave no answer"))
                 return
         if unsent := self._send_leg(transfer, "decode", dispatch.decode_leg(response), None):
             transfer.bad_end = transfer.bad_end or "failed"
@@ -295,9 +296,9 @@ class World:
         off = transfer.ports_off["prefill" if peer is self.setup.prefill else "decode"]
         return peer.handshake_port + off, peer.notify_port + off
 
-    def _lose(self, transfer: Transfer, why: str) -> None:
+    def _lose(self, transfer: Transfer, why: Lost) -> None:
         """The router answers the client with an error."""
-        self.log("lost", "router", request=transfer.index, detail=why)
+        self.log("lost", "router", request=transfer.index, fields=why)
         transfer.finish()
 
     def _values(self, transfer: Transfer) -> dict[str, Any]:
@@ -317,27 +318,28 @@ class World:
             "decode.hosts": list(decode.hosts),
         }
 
-    def _send_leg(self, transfer: Transfer, side: str, leg: tuple[Params, list[Fault]], answer: Any) -> str:
+    def _send_leg(self, transfer: Transfer, side: str, leg: tuple[Params, list[Fault]], answer: Any) -> Lost | None:
         """Send one leg, which key faults have changed, through the router's own; returns why no engine gets it, if none does."""
         params, request = self._leave(transfer, side, *leg), transfer.request
         rejected = side == "decode" and request.rejected
         dp, delay = (request.prefill_dp if side == "prefill" else request.decode_dp), 0
         for fault in self.injector.acting("router", side, request=transfer.index, now_ms=self.clock.now / MS):
-            self.log("fault_fired", "router", side, transfer.index, detail=str(fault))
+            self.log("fault_fired", "router", side, transfer.index, fields=FaultFired(str(fault), "router"))
             if fault.kind == "fail-leg":
-                return "a leg could not be sent"
+                return Lost("unsent", "a leg could not be sent")
             if fault.kind == "delay-leg":
                 delay += _ns(fault.ms)
             elif fault.kind == "wrong-dp":
                 dp = (fault.dp or 0) % len(self.prefills if side == "prefill" else self.decodes)
                 rejected = False
         if rejected:
-            return f"decode has no DP rank {request.prefill_dp}, which the router asks for, and rejects the request"
+            text = f"decode has no DP rank {request.prefill_dp}, which the router asks for, and rejects the request"
+            return Lost("rejected", text)
         if any(rank.gone for rank in (self.prefills if side == "prefill" else self.decodes)[dp].ranks):
             self.log("unreachable", "router", side, transfer.index)
-            return f"{side} is down"
+            return Lost("down", f"{side} is down")
         self.clock.after(self.timing.message_ns + delay, lambda _event: self._arrive(transfer, side, dp, params, answer))
-        return ""
+        return None
 
     def _arrive(self, transfer: Transfer, side: str, dp: int, params: Params, answer: Any) -> None:
         """A leg reaches the engine that is there by now; one that left late may find another, or none."""
@@ -348,7 +350,7 @@ class World:
                 answer.succeed(None)
             else:
                 transfer.bad_end = transfer.bad_end or "failed"
-                self._lose(transfer, "decode is down")
+                self._lose(transfer, Lost("down", "decode is down"))
         elif isinstance(engine, PrefillEngine):
             engine.submit(transfer, params, answer)
         else:
@@ -369,9 +371,9 @@ class World:
     def _leave(self, transfer: Transfer, leg: str, params: Params, fired: list[Fault]) -> Params:
         """A leg's dictionary leaves the router."""
         for fault in fired:
-            self.log("fault_fired", "router", leg, transfer.index, detail=str(fault))
+            self.log("fault_fired", "router", leg, transfer.index, fields=FaultFired(str(fault), "params"))
         self.legs[transfer.index, leg] = params
-        self.log("leg_sent", "router", leg, transfer.index, detail=str(params))
+        self.log("leg_sent", "router", leg, transfer.index, fields=LegSent(params))
         return params
 
     # -- refusing (only `reference` does) ---------------------------------------------------------------------
@@ -384,7 +386,7 @@ class World:
             return "layers of two kinds under unequal tensor parallel sizes"
         if self.geometry.has_states:
             if why := self.setup.prefill.state_error(self.mode) or self.setup.decode.state_error(self.mode):
-                return why
+                return str(why)
             if self.mode == "read" and self.setup.prefill.tp != self.setup.decode.tp:
                 return "READ of recurrent states under unequal tensor parallel sizes"
         tables = (*self.setup.prefill.tables, *self.setup.decode.tables)
@@ -404,7 +406,7 @@ class World:
         """An engine refused the request; nothing moved."""
         transfer.bad_end = "refused"
         transfer.finish()
-        self.log("refused", engine, request=transfer.index, detail=text)
+        self.log("refused", engine, request=transfer.index, fields=Why(text))
 
 
 def _ns(ms: float | None) -> int:

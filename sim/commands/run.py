@@ -81,8 +81,8 @@ def _run_traced(built: Scenario, path: str, scenario: str | None, options: dict[
         raise InputError("--trace", f"{path!r} is where -o writes", "name another file")
     from kvcover.sim.results.trace import trace
     from kvcover.sim.scenario.setup import resolve
-    from kvcover.sim.simulate import run_world
+    from kvcover.sim.simulate import record_of, run_world
 
     result, world = run_world(resolve(built))
-    write_output(path, trace(world), "--trace")
+    write_output(path, trace(record_of(world)), "--trace")
     return result

@@ -28,7 +28,7 @@ def command(result: str, request: int) -> None:
     from kvcover.sim.results.story import story
     from kvcover.sim.scenario.scenario import build
     from kvcover.sim.scenario.setup import resolve
-    from kvcover.sim.simulate import run_world
+    from kvcover.sim.simulate import record_of, run_world
 
     setup = resolve(build(scenario))
     if not 0 <= request < len(setup.requests):
@@ -38,7 +38,7 @@ def command(result: str, request: int) -> None:
         click.echo(f"(the {data.get('tier')} tier keeps no times: this is how the model plays the same scenario)")
     elif data.get("digest") != again.digest:
         click.echo("kvcover: this version plays the scenario differently from the one that wrote the result", err=True)
-    for line in story(world, request):
+    for line in story(record_of(world), request):
         click.echo(line)
     sys.stdout.flush()
 

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import hashlib
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import msgspec
 
+from kvcover.sim.kernel.events import Fields
+
+F = TypeVar("F", bound=Fields)
+
+
+Row = tuple[int, str, str, str, int, int, Fields | None]
+
 
 class Event(NamedTuple):
-    """One event: virtual time in ns, kind (see `KINDS`), who did it, to whom, for which request, in which layer."""
+    """One event: virtual time in ns, kind (see `events.KINDS`), who did it, to whom, for which request, in which layer.
+
+    `fields` are the kind's own; use `History.having` where they are asked for.
+    """
 
     time_ns: int
     kind: str
@@ -17,59 +27,12 @@ class Event(NamedTuple):
     peer: str = ""
     request: int = -1
     layer: int = -1
-    detail: str = ""
+    fields: Fields | None = None
 
-
-KINDS: dict[str, str] = {
-    "leg_sent": "the router sent a leg; detail: its kv_transfer_params",
-    "fault_fired": "a planned fault changed something; detail: the fault",
-    "bound": "a listener bound its port",
-    "bind_failed": "the port was taken: the rank never becomes ready",
-    "blocks_ready_sent": "decode's scheduler told a prefill rank its blocks",
-    "blocks_ready": "a prefill rank was told decode's blocks",
-    "poisoned": "a message that the role can't handle ended the notify thread for good",
-    "undelivered": "a message went to a port that nobody bound",
-    "dialled": "a handshake reached a rank; peer: the rank that answered",
-    "dial_dead": "a handshake went to a port that nobody bound: it waits for ever",
-    "map_refused": "the rank map raised",
-    "stalled": "a forward waited a whole transfer timeout for a handshake",
-    "wrote": "one layer of one transfer landed at a decode rank",
-    "read": "one layer of one transfer was read into a decode rank",
-    "transfer_failed": "a batch was refused or failed; detail: MoRI's message",
-    "task_failed": "a write task raised; the transfer is marked done without a message",
-    "write_done_sent": "a prefill rank told a decode rank that its blocks are written",
-    "write_failed_sent": "a prefill rank told a decode rank that nothing was or will be written",
-    "blocks_ready_again": "a prefill rank was told decode's blocks a second time and starts counting anew",
-    "aborted": "the client went away",
-    "preempted": "decode's scheduler took a request's blocks",
-    "forgotten": "the router no longer knows an instance",
-    "allocated": "an engine gave a request its blocks",
-    "sealed_short": "a prefill rank sealed a transfer with fewer writes than layers; detail: how many",
-    "short": "decode used cells that were missing or wrong; detail: how many of those it needs were there",
-    "stray": "a batch changed cells of another request or of a free block; detail: how many",
-    "lost": "the router gave up on a request",
-    "told": "a decode rank was told, or found, that its blocks are complete",
-    "told_failed": "a decode rank was told that its blocks never come",
-    "expired": "deferred write tasks of a prefill rank ran out of time",
-    "release_sent": "a decode rank released a prefill rank's blocks",
-    "release": "a prefill rank was told that its blocks were read",
-    "released": "a prefill rank reported that it no longer needs the blocks",
-    "freed": "an engine freed the blocks of a request",
-    "reaped": "prefill's scheduler freed blocks whose release never came",
-    "go": "decode uses its cells",
-    "put_off": "the step handshakes, and reads for another request: this one's read waits for a later step that reads",
-    "recompute": "decode prefills the request itself",
-    "load_failed": "the request's KV will not come, and decode prefills it itself; detail: why",
-    "refused": "an engine refused the request before anything moved",
-    "request_failed": "the request ended with an error",
-    "ended": "the request ended with tokens",
-    "crashed": "an engine or its step died; detail: the exception",
-    "restarted": "an engine that died is back, with the same ports and new memory",
-    "unreachable": "the router could not send a leg: the engine is down",
-}
-
-
-Row = tuple[int, str, str, str, int, int, str]
+    @property
+    def detail(self) -> str:
+        """The kind's own fields in words."""
+        return "" if self.fields is None else str(self.fields)
 
 
 class History:
@@ -81,9 +44,16 @@ class History:
         self._indexed = 0
 
     def add(
-        self, time_ns: int, kind: str, actor: str, peer: str = "", request: int = -1, layer: int = -1, detail: str = ""
+        self,
+        time_ns: int,
+        kind: str,
+        actor: str,
+        peer: str = "",
+        request: int = -1,
+        layer: int = -1,
+        fields: Fields | None = None,
     ) -> None:
-        self.rows.append((time_ns, kind, actor, peer, request, layer, detail))
+        self.rows.append((time_ns, kind, actor, peer, request, layer, fields))
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -91,6 +61,10 @@ class History:
     def events(self, *kinds: str) -> list[Event]:
         """Events of these kinds (all kinds when none is named), in order."""
         return [Event(*row) for row in self.rows_of(*kinds)]
+
+    def having(self, fields: type[F], *kinds: str) -> list[tuple[Event, F]]:
+        """As `events`, each with its fields, which are of that type."""
+        return [(event, event.fields) for event in self.events(*kinds) if isinstance(event.fields, fields)]
 
     def rows_of(self, *kinds: str) -> list[Row]:
         """As `events`, as plain tuples."""

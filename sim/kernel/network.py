@@ -7,6 +7,7 @@ from typing import Any
 
 from kvcover.faults import EventFault, Injector
 from kvcover.sim.kernel.clock import Clock
+from kvcover.sim.kernel.events import FaultFired, Listener, Message
 from kvcover.sim.kernel.history import History
 
 Address = tuple[str, int]
@@ -34,10 +35,10 @@ class Network:
         taken = address in self._bound
         if taken:
             other = self._bound[address].name
-            self.history.add(self.clock.now, "bind_failed", owner.name, other, detail=f"{address[0]}:{address[1]}")
+            self.history.add(self.clock.now, "bind_failed", owner.name, other, fields=Listener(*address))
             return False
         self._bound[address] = owner
-        self.history.add(self.clock.now, "bound", owner.name, detail=f"{address[0]}:{address[1]}")
+        self.history.add(self.clock.now, "bound", owner.name, fields=Listener(*address))
         for arrive in self._waiting.pop(address, ()):
             arrive()
         return True
@@ -67,7 +68,7 @@ class Network:
         owner = self._bound.get(address)
         now = self.clock.now
         if owner is None:
-            self.history.add(now, "undelivered", sender, f"{address[0]}:{address[1]}", request, detail=what)
+            self.history.add(now, "undelivered", sender, request=request, fields=Message(what, *address))
             self.when_bound(address, lambda: self._send(sender, address, request, what, deliver, extra_ns, in_order))
             return
         arrival = now + self._latency(sender, owner.name, now) + extra_ns
@@ -82,7 +83,7 @@ class Network:
         now = self.clock.now
         moves_at = owner.stalled_until(now)
         if owner.deaf:
-            self.history.add(now, "undelivered", sender, owner.name, request, detail=what)
+            self.history.add(now, "undelivered", sender, owner.name, request, fields=Message(what))
         elif moves_at > now:
             self.clock.after(moves_at - now, lambda _event: self._arrive(sender, owner, request, what, deliver))
         else:
@@ -106,7 +107,7 @@ class Network:
         receiver = owner.name if owner else ""
         copies, extra_ns, in_order = 1, 0, True
         for fault in self._injector.acting("notice", what, sender, receiver, request, now_ms=self.clock.now / MS):
-            self.history.add(self.clock.now, "fault_fired", sender, receiver, request, detail=str(fault))
+            self.history.add(self.clock.now, "fault_fired", sender, receiver, request, fields=FaultFired(str(fault), "notice"))
             again_ns = round((fault.ms or 0.0) * MS)
             if fault.kind == "drop-notice":
                 copies = 0

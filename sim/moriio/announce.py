@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from kvcover.sim.errors import PeerRefusal
+from kvcover.sim.kernel.events import Sent
 from kvcover.sim.kernel.network import Address, Deliver
 from kvcover.sim.moriio.legs import peer_address, pods_of
 from kvcover.sim.moriio.rank import Tables
@@ -53,7 +54,7 @@ class Announcer:
                        lambda rank: rank.on_release(transfer_id, transfer, consumer, self._name))  # fmt: skip
 
     def _send(self, address: Address, transfer: Transfer, event: str, message: str, deliver: Deliver) -> None:
-        self._world.log(event, self._name, f"port {address[1]}", transfer.index)
+        self._world.log(event, self._name, request=transfer.index, fields=Sent(address[1]))
         self._world.network.send(self._name, address, transfer.index, message, deliver)
 
     def _is_ours(self, params: Params) -> bool:

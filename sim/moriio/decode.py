@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from kvcover.sim.cache.ledger import Codes, Copy, Count
 from kvcover.sim.cache.memory import Memory
 from kvcover.sim.errors import PeerRefusal
+from kvcover.sim.kernel.events import ASTRAY, Raised, Short, Stray, Why
 from kvcover.sim.moriio.announce import Announcer
 from kvcover.sim.moriio.legs import Leg, mapped_id_of, read_leg, transfer_id_of
 from kvcover.sim.moriio.rank import Rank, Tables
@@ -50,7 +51,7 @@ class DecodeRank(Rank):
         now = world.clock.now
         if not transfer.went:
             transfer.landed_ns = now
-        world.history.rows.append((now, kind, source, self.name, transfer.index, layer, "" if mine else "astray"))
+        world.history.rows.append((now, kind, source, self.name, transfer.index, layer, None if mine else ASTRAY))
 
     def on_write_done(self, transfer_id: Any, transfer: Transfer, writers: int, sender: str) -> None:
         """A prefill rank says that it wrote; complete at once, or when all writers said so."""
@@ -105,12 +106,12 @@ class DecodeRank(Rank):
     def _used(self, transfer: Transfer, layer: int, count: Count) -> None:
         transfer.used(self.tp, count)
         if count.covered < count.cells:
-            self.world.log("short", self.name, "", transfer.index, layer, f"{count.covered} of {count.cells} cells were right")
+            self.world.log("short", self.name, "", transfer.index, layer, Short(count.covered, count.cells))
 
     def _count_stray(self, cells: int, transfer: Transfer, layer: int) -> None:
         if cells:
             self.world.stray += cells
-            self.world.log("stray", self.name, "", transfer.index, layer, f"{cells} cells")
+            self.world.log("stray", self.name, "", transfer.index, layer, Stray(cells))
 
 
 class DecodeEngine:
@@ -125,7 +126,7 @@ class DecodeEngine:
         self.pool = BlockPool(self.me.shape.num_blocks, fixed)
         self.ledger = Memory(self.me.groups, self.me.places, self.me.tp)
         self.announce = Announcer(world, self.me, dp, self.name)
-        self.crashed = ""
+        self.crashed = False
         self.started = True
         self._early: list[tuple[Transfer, dict[str, Any]]] = []  # legs that came before all ranks were there
         self.ranks = [DecodeRank(self, tp) for tp in range(self.me.tp)]
@@ -162,7 +163,7 @@ class DecodeEngine:
             try:
                 self._abort_before_allocation(transfer, params)
             except PeerRefusal as refusal:
-                self.crash(str(refusal), transfer)
+                self.crash(Raised.by(refusal), transfer)
             return
         self._queue.append((transfer, params))
         self._admit()
@@ -199,7 +200,7 @@ class DecodeEngine:
             if refuses:
                 self.world.refuse(transfer, self.name, refusal.text)
             else:
-                self.crash(str(refusal), transfer)
+                self.crash(Raised.by(refusal), transfer)
 
     def _allocate(self, transfer: Transfer) -> list[Codes]:
         """Blocks for the whole prompt by block table; those in the prefix cache hold their content already."""
@@ -282,7 +283,8 @@ class DecodeEngine:
         self._failed.discard(index)
         if index not in self._waiting:
             if self.me.release.late_report == "crash":
-                self.crash("AssertionError: a transfer is reported finished whose request does not wait for it", transfer)
+                text = "a transfer is reported finished whose request does not wait for it"
+                self.crash(Raised("AssertionError", text, "late_report"), transfer)
             return True
         self._waiting.remove(index)
         if transfer.aborted:
@@ -343,7 +345,7 @@ class DecodeEngine:
         try:
             yield from ReadStep(self, transfer).run(leg, local)
         except PeerRefusal as refusal:
-            self.crash(str(refusal), transfer)
+            self.crash(Raised.by(refusal), transfer)
 
     # -- ends -------------------------------------------------------------------------------------------------
 
@@ -394,7 +396,7 @@ class DecodeEngine:
             return
         leg = self._read_leg(transfer, params)
         if self.me.release.read_pairing == "exact":
-            self.crash("ValueError: 0 local blocks and some remote blocks", transfer)
+            self.crash(Raised("ValueError", "0 local blocks and some remote blocks", "read_pairing"), transfer)
             return
         for rank in self.ranks:
             anyone = self.world.prefills[0].ranks[0]
@@ -432,7 +434,7 @@ class DecodeEngine:
     def fail(self, transfer: Transfer, why: str) -> None:
         """The request ends with an error, or, if the engine is told so, is prefilled here in other blocks."""
         if self.me.side.load_failure == "recompute" and not transfer.aborted:
-            self.world.log("load_failed", self.name, request=transfer.index, detail=why)
+            self.world.log("load_failed", self.name, request=transfer.index, fields=Why(why))
             self._give_back(transfer)
             self._allocate(transfer)
             self.compute_locally(transfer)
@@ -440,7 +442,7 @@ class DecodeEngine:
         if not transfer.aborted:
             transfer.bad_end = transfer.bad_end or "failed"
         self._close(transfer)
-        self.world.log("request_failed", self.name, request=transfer.index, detail=why)
+        self.world.log("request_failed", self.name, request=transfer.index, fields=Why(why))
 
     def die(self) -> list[int]:
         """All processes of the engine end. Returns the requests that were in it."""
@@ -454,10 +456,10 @@ class DecodeEngine:
                 transfer.needs = []  # the memory is gone, and what earlier requests left in it
         return inside
 
-    def crash(self, error: str, transfer: Transfer | None, where: str = "") -> None:
+    def crash(self, raised: Raised, transfer: Transfer | None, where: str = "") -> None:
         """The engine, or its step, is lost, and with it every request in it."""
         if transfer is not None:
             transfer.bad_end = "crash"
         if not self.crashed:
-            self.crashed = error
-            self.world.log("crashed", where or self.name, request=transfer.index if transfer else -1, detail=error)
+            self.crashed = True
+            self.world.log("crashed", where or self.name, request=transfer.index if transfer else -1, fields=raised)

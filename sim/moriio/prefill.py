@@ -13,6 +13,7 @@ import numpy as np
 
 from kvcover.sim.cache.ledger import Codes
 from kvcover.sim.errors import PeerRefusal
+from kvcover.sim.kernel.events import Raised, Stall
 from kvcover.sim.moriio.announce import Announcer
 from kvcover.sim.moriio.legs import Leg, mapped_id_of, read_leg, transfer_id_of
 from kvcover.sim.moriio.rank import Rank, Tables
@@ -79,7 +80,7 @@ class PrefillRank(Rank):
         """A planned stall of this rank; in a collective the others wait for it."""
         clock = self.world.clock
         while (until := self.stalled_until(clock.now)) > clock.now:
-            self.world.log("stalled", self.name, detail=f"{until - clock.now} ns")
+            self.world.log("stalled", self.name, fields=Stall(until - clock.now))
             yield from self._wait(until - clock.now)
 
     def on_blocks_ready(self, transfer_id: Any, transfer: Transfer, blocks: Tables, decode_dp: int) -> None:
@@ -102,7 +103,7 @@ class PrefillRank(Rank):
         try:
             wanted = self.me.release.call("acks")(self.me.tp, consumer_tp)
         except PeerRefusal as refusal:
-            self.engine.crash(str(refusal), transfer, self.name)
+            self.engine.crash(Raised.by(refusal), transfer, self.name)
             return
         if self._acks[key] >= wanted:
             self._released.add(key)
@@ -133,7 +134,7 @@ class PrefillEngine:
         self.pool = BlockPool(self.me.shape.num_blocks, fixed)
         self.contents: Codes = np.zeros(self.me.shape.num_blocks, dtype=np.int64)
         self.announce = Announcer(world, self.me, dp, self.name)
-        self.crashed = ""
+        self.crashed = False
         self.started = True
         self._early: list[tuple[Transfer, dict[str, Any], Any]] = []  # legs that came before all ranks were there
         self._arrived = 0  # ranks that wait in the collective of a layer
@@ -189,7 +190,7 @@ class PrefillEngine:
         if self.me.release.unsupported == "request_refused":
             self.world.refuse(transfer, self.name, refusal.text)
         else:
-            self.crash(str(refusal), transfer)
+            self.crash(Raised.by(refusal), transfer)
 
     def _read(self, transfer: Transfer, params: dict[str, Any]) -> Leg | None:
         """The leg as a write job needs it; None for a request that is not to be decoded elsewhere."""
@@ -287,7 +288,7 @@ class PrefillEngine:
         again = waiting.computed > 0 and self.world.mode == "write" and not waiting.params.get("do_remote_decode")
         if not again or self.me.release.plain_chunks != "key_error":
             return False
-        self.crash(f"KeyError: 'P-{waiting.transfer.index}'", waiting.transfer)
+        self.crash(Raised("KeyError", f"'P-{waiting.transfer.index}'", "plain_chunks"), waiting.transfer)
         return True
 
     def _is_last_chunk(self, waiting: Waiting) -> bool:
@@ -313,7 +314,7 @@ class PrefillEngine:
         try:
             yield from rank.forward(chunk)
         except PeerRefusal as refusal:
-            self.crash(str(refusal), chunk[0][0], rank.name)
+            self.crash(Raised.by(refusal), chunk[0][0], rank.name)
 
     def meet(self) -> Any:
         """A collective: the event on which a rank waits until all ranks of the engine are there."""
@@ -371,7 +372,8 @@ class PrefillEngine:
             return
         if transfer.index not in self.pool.held:
             if reports == self.me.tp and self.me.release.early_ack == "crash":
-                self.crash("AssertionError: finished sending for a request that is not held", transfer)
+                raised = Raised("AssertionError", "finished sending for a request that is not held", "early_ack")
+                self.crash(raised, transfer)
         elif transfer.index in self._finished:
             self._free(transfer, "freed")
 
@@ -389,9 +391,9 @@ class PrefillEngine:
         self.pool.held.clear()
         return inside
 
-    def crash(self, error: str, transfer: Transfer | None, where: str = "") -> None:
+    def crash(self, raised: Raised, transfer: Transfer | None, where: str = "") -> None:
         """The engine is lost, and with it every request in it."""
         if not self.crashed:
-            self.crashed = error
+            self.crashed = True
             self._died.succeed()
-            self.world.log("crashed", where or self.name, request=transfer.index if transfer else -1, detail=error)
+            self.world.log("crashed", where or self.name, request=transfer.index if transfer else -1, fields=raised)

@@ -6,6 +6,7 @@ from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from kvcover.sim.cache.ledger import Copy
+from kvcover.sim.kernel.events import ASTRAY, Message, Stray
 from kvcover.sim.moriio.transfer import Transfer
 
 if TYPE_CHECKING:
@@ -83,7 +84,7 @@ class Rank:
     def poisoned_by(self, what: str, sender: str, request: int = -1) -> None:
         """The notify thread ends for good; senders go on sending and never learn."""
         self.deaf = True
-        self.world.log("poisoned", self.name, sender, request, detail=what)
+        self.world.log("poisoned", self.name, sender, request, fields=Message(what))
 
     def on_blocks_ready(self, transfer_id: Any, transfer: Transfer, blocks: Tables, decode_dp: int) -> None:
         self.poison("remote_blocks at a decode rank", transfer, "D")
@@ -100,5 +101,5 @@ class Rank:
     def land(self, layer: int, copy: Copy, transfer: Transfer, source: str, kind: str) -> None:
         """Bytes landed at a rank that is nobody's decode rank: all of them are astray."""
         self.world.stray += len(copy.where)
-        self.world.log("stray", self.name, source, transfer.index, layer, f"{len(copy.where)} cells")
-        self.world.log(kind, source, self.name, transfer.index, layer, "astray")
+        self.world.log("stray", self.name, source, transfer.index, layer, Stray(len(copy.where)))
+        self.world.log(kind, source, self.name, transfer.index, layer, ASTRAY)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvcover.sim.errors import PeerRefusal
+from kvcover.sim.kernel.events import Raised, Stall
 from kvcover.sim.moriio.legs import Leg
 from kvcover.sim.moriio.reader import NEVER, Landing, Source
 from kvcover.sim.moriio.transfer import Transfer
@@ -43,8 +44,9 @@ class ReadStep:
             yield self.world.clock.timeout(max(last + 1 - self.world.clock.now, 1))
             if len(self.me.tables) > 1 and self.me.release.failed_blocks == "one_table":
                 if self.world.geometry.has_states:
-                    raise PeerRefusal("TransferError", "a read failed in a model with recurrent states")
-                raise PeerRefusal("RuntimeError", "a read failed: the scheduler takes failed blocks of one block table only")
+                    raise PeerRefusal("TransferError", "a read failed in a model with recurrent states", "states")
+                text = "a read failed: the scheduler takes failed blocks of one block table only"
+                raise PeerRefusal("RuntimeError", text, "failed_blocks")
             self.engine.fail(self.transfer, "reads failed")
             return
         yield from self._use(landings)
@@ -132,7 +134,7 @@ class ReadStep:
         """The step stands still until somebody binds the port, or patience ends: ours (False), or the executor's (it raises)."""
         clock, bound = self.world.clock, self.world.clock.event()
         assert rank.reader.dead is not None
-        self.world.log("stalled", rank.name, detail="handshake vote")
+        self.world.log("stalled", rank.name, fields=Stall(None))
 
         def was_bound() -> None:
             bound.succeed()
@@ -165,7 +167,7 @@ class ReadStep:
             try:
                 rank.reader.send_release(leg, sources, self.transfer)
             except PeerRefusal as refusal:
-                self.engine.crash(str(refusal), self.transfer, rank.name)
+                self.engine.crash(Raised.by(refusal), self.transfer, rank.name)
 
         clock.after(at - clock.now, close)
 
@@ -216,7 +218,7 @@ class ReadStep:
         if wait > self.world.setup.transfer_timeout_ns:
             yield clock.timeout(self.world.setup.transfer_timeout_ns)
             if self.me.release.read_barrier == "step":
-                raise PeerRefusal("TransferError", "reads still in flight at the transfer timeout")
+                raise PeerRefusal("TransferError", "reads still in flight at the transfer timeout", "read_barrier")
             return self.me.release.read_barrier != "step_or_fail"
         yield clock.timeout(wait)
         return True

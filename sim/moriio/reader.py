@@ -14,6 +14,7 @@ from kvcover.sim.cache.geometry import Geometry
 from kvcover.sim.cache.layers import Group
 from kvcover.sim.cache.ledger import Copy, SourceCache
 from kvcover.sim.errors import PeerRefusal
+from kvcover.sim.kernel.events import Dial, Failed, Sent
 from kvcover.sim.moriio.legs import Leg
 from kvcover.sim.moriio.transfer import Transfer
 from kvcover.sim.moriio.writer import NEVER, AgentKey
@@ -89,10 +90,10 @@ class Reader:
             rank = self.world.network.owner((leg.host, port))
             if rank is None:
                 self.dead = (leg.host, port)
-                self.world.log("dial_dead", self.name, f"port {port}", detail=f"for dp{dp} tp{dialled}")
+                self.world.log("dial_dead", self.name, fields=Dial(port, dp, dialled))
                 return False
             self.agents[dp, tp] = rank
-            self.world.log("dialled", self.name, rank.name, detail=f"port {port} for dp{dp} tp{dialled}")
+            self.world.log("dialled", self.name, rank.name, fields=Dial(port, dp, dialled))
         return True
 
     def targets(self, leg: Leg) -> list[Target]:
@@ -150,7 +151,7 @@ class Reader:
             try:
                 guard(self.me.tp, size, mine.shape, rank.me.advertised(theirs), self._guarded(mine.geometry))
             except PeerRefusal as refusal:
-                refused.append((mine.layers[0], refusal))
+                refused.append((mine.layers[0], refusal.due_to("read_guard")))
         return min(refused, key=lambda pair: pair[0]) if refused else (NEVER, None)
 
     def _check_states(self, leg: Leg) -> None:
@@ -161,7 +162,7 @@ class Reader:
         if release.states != "read":
             size = release.call("unknown_tp_guard")(size, self.me.tp)
         if size != self.me.tp:
-            raise PeerRefusal("NotImplementedError", f"recurrent states of TP size {size} to TP size {self.me.tp}")
+            raise PeerRefusal("NotImplementedError", f"recurrent states of TP size {size} to TP size {self.me.tp}", "states")
 
     def _guarded(self, kind: Geometry) -> Geometry:
         """A kind of layer as the guard sees it: how many heads there are in all it takes from the model's config."""
@@ -218,7 +219,7 @@ class Reader:
         if not all(isinstance(block, int) for table in tables for block in table):
             raise PeerRefusal("TypeError", f"remote_block_ids {given!r:.40} holds no block ids")
         if len(tables) != len(local):
-            raise PeerRefusal("ValueError", f"block ids of {len(tables)} block tables, and decode has {len(local)}")
+            raise PeerRefusal("ValueError", f"block ids of {len(tables)} block tables, and decode has {len(local)}", "windows")
         return [list(table) for table in tables]
 
     def _check_bounds(self, local: Any, remote: Any, mine: int, theirs: int) -> None:
@@ -238,7 +239,7 @@ class Reader:
         for source in sources:
             if any(copy is None and entries for copy, entries in source.batches):
                 error = "length out of range"
-                self.world.log("transfer_failed", self.name, source.rank.name, transfer.index, detail=error)
+                self.world.log("transfer_failed", self.name, source.rank.name, transfer.index, fields=Failed(error, "bounds"))
             for layer in range(min(layers, source.refused_at) if source.batches else 0):
                 copy, entries = source.batches[self.me.places[layer][0]]
                 if copy is not None:
@@ -252,14 +253,14 @@ class Reader:
         clock, fabric = self.world.clock, self.world.fabric
         if source.rank.gone:
             broken = self.world.broken_session()
-            self.world.log("transfer_failed", self.name, source.rank.name, transfer.index, layer, broken.error)
+            self.world.log("transfer_failed", self.name, source.rank.name, transfer.index, layer, Failed(broken.error, "gone"))
             return max(done, broken.done_at), broken.error
         busy_ns, post_at = fabric.occupancy_ns(copy.size_bytes, "read"), clock.now
         careful = self._faulted or entries * self.world.geometry.layers > self._sq_depth
         if careful:
             post_at = self.rank.nic.queue(clock.now, entries, self._sq_depth)
             if error := self._no_room(entries, post_at):
-                self.world.log("transfer_failed", self.name, source.rank.name, transfer.index, layer, error)
+                self.world.log("transfer_failed", self.name, source.rank.name, transfer.index, layer, Failed(error, "queue"))
                 return done, error
         land = source.rank.nic.occupy(self.rank.nic, post_at, busy_ns) + fabric.tail_ns(busy_ns, "read")
         if not careful:
@@ -271,7 +272,9 @@ class Reader:
         if effect.land_at is not None and not error:
             self._land_at(effect.land_at, source, copy.part(effect.fraction), transfer, layer)
         if error or effect.error:
-            self.world.log("transfer_failed", self.name, source.rank.name, transfer.index, layer, error or effect.error)
+            self.world.log(
+                "transfer_failed", self.name, source.rank.name, transfer.index, layer, Failed(error or effect.error, "planned")
+            )
         return max(done, effect.done_at), error or effect.error
 
     def _no_room(self, entries: int, room_at: int) -> str:
@@ -312,7 +315,7 @@ class Reader:
         consumer = 1 if release.release_to == "own_rank" else self.me.tp
         for tp in holders:
             port = leg.notify_port + dp * factor + tp
-            self.world.log("release_sent", self.name, f"port {port}", transfer.index)
+            self.world.log("release_sent", self.name, request=transfer.index, fields=Sent(port))
             self.world.network.send(
                 self.name, (leg.host, port), transfer.index, "release",
                 lambda rank: rank.on_release(leg.transfer_id, transfer, consumer, self.name),

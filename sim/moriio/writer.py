@@ -18,6 +18,7 @@ from kvcover.sim.cache.batch import Batch, Slice, head_slices, state_slice, whol
 from kvcover.sim.cache.geometry import check_slices
 from kvcover.sim.cache.ledger import Copy, SourceCache
 from kvcover.sim.errors import PeerRefusal
+from kvcover.sim.kernel.events import Dial, Failed, Raised, Sealed, Sent, Stall
 from kvcover.sim.moriio.legs import Leg, check_hashable
 from kvcover.sim.moriio.rank import Rank, Tables
 from kvcover.sim.moriio.transfer import Transfer
@@ -144,7 +145,7 @@ class Writer:
             self._schedule(peer.queue.popleft(), layer)
         elif not peer.ready:
             jobs[-1].transfer.timer_fired = True
-            self.world.log("stalled", self.name, request=jobs[-1].transfer.index, layer=layer, detail=f"{waited_ns} ns")
+            self.world.log("stalled", self.name, request=jobs[-1].transfer.index, layer=layer, fields=Stall(waited_ns))
 
     def held_up(self, jobs: list[Job], layer: int) -> bool:
         """Whether a second call for this layer still has something to do, or to wait for."""
@@ -162,8 +163,8 @@ class Writer:
             elif job.scheduled:
                 job.sealed = len(job.scheduled)
                 if job.sealed < self._layers and not job.closed:
-                    detail = f"{job.sealed} of {self._layers} layers"
-                    self.world.log("sealed_short", self.name, request=job.transfer.index, detail=detail)
+                    sealed = Sealed(job.sealed, self._layers)
+                    self.world.log("sealed_short", self.name, request=job.transfer.index, fields=sealed)
         for job in jobs:
             if job.closed or job.sealed is None or job.writes_done < job.sealed:
                 continue
@@ -180,7 +181,7 @@ class Writer:
         if not job.error and not job.in_flight:
             self._finalize(job)
         elif self.me.release.write_failure == "silent":
-            raise PeerRefusal("TransferError", job.error or "transfer timeout")
+            raise PeerRefusal("TransferError", job.error or "transfer timeout", "write_failure")
         else:
             self._close_failed(job)
 
@@ -188,7 +189,7 @@ class Writer:
         """Map this rank onto the peer and see whether its sessions are there; else queue handshakes."""
         refused = self._find_targets(job)
         if refused is not None:
-            self.world.log("map_refused", self.name, request=job.transfer.index, detail=str(refused))
+            self.world.log("map_refused", self.name, request=job.transfer.index, fields=Raised.by(refused))
             job.peer.ready = True
             job.peer.queue.append(job)
             return False
@@ -209,7 +210,7 @@ class Writer:
             job.targets = self._map(self.rank.tp, self.me.tp, size, self.world.geometry)
         except PeerRefusal as refusal:
             if self.me.release.write_map_error != "task_fails":
-                raise
+                raise refusal.due_to("write_map_error") from None
             return refusal
         return None
 
@@ -226,20 +227,20 @@ class Writer:
         assert leg is not None
         handshake_ns = self.world.timing.handshake_ns
         at = max(clock.now, self.dial_free_at)
-        reached: list[tuple[AgentKey, Any, str]] = []
+        reached: list[tuple[AgentKey, Any, Dial]] = []
         for key in (key for dp in range(as_int(leg.dp_size)) for key in self._keys(job, dp)):
             if at >= NEVER:
                 break
             address = self._address(job, key)
             rank = self.world.network.owner(address)
-            what = f"dp{key[0]} tp{self._dialled_tp(job, key)}"
+            dial = Dial(address[1], key[0], self._dialled_tp(job, key))
             if rank is None:
-                self.world.log("dial_dead", self.name, f"port {address[1]}", job.transfer.index, detail=f"for {what}")
+                self.world.log("dial_dead", self.name, request=job.transfer.index, fields=dial)
                 self.dial_free_at = at = NEVER
                 self.world.network.when_bound(address, lambda: self._redial(job))
             else:
                 self.dial_free_at = at = at + handshake_ns
-                reached.append((key, rank, f"port {address[1]} for {what}"))
+                reached.append((key, rank, dial))
         peer.ready_at = min(peer.ready_at, at)
         finished = at < NEVER
 
@@ -248,10 +249,10 @@ class Writer:
             if self.rank.gone:
                 return
             if position < len(reached):
-                key, rank, port = reached[position]
+                key, rank, dial = reached[position]
                 if key not in peer.agents:
                     peer.agents[key] = rank
-                    self.world.log("dialled", self.name, rank.name, job.transfer.index, detail=port)
+                    self.world.log("dialled", self.name, rank.name, job.transfer.index, fields=dial)
             if position + 1 < len(reached):
                 clock.after(handshake_ns, lambda _event: answered(position + 1))
             elif finished:
@@ -328,11 +329,12 @@ class Writer:
                 job.transfer.posted_ns = now
         for wire in job.wires[self.me.places[layer][0]]:
             if wire.refusal is not None or wire.rank is None:
-                self.world.log("task_failed", self.name, request=job.transfer.index, layer=layer, detail=str(wire.refusal))
+                assert wire.refusal is not None
+                self.world.log("task_failed", self.name, request=job.transfer.index, layer=layer, fields=Raised.by(wire.refusal))
                 self._close_failed(job)
                 return
             if wire.copy is None:
-                self._fail(job, layer, "length out of range")
+                self._fail(job, layer, Failed("length out of range", "bounds"))
             elif self._faulted or wire.rank.gone or wire.entries * self._layers > self._sq_depth:
                 self._post_carefully(job, wire, layer)
             else:
@@ -366,10 +368,10 @@ class Writer:
         rdma = self.world.setup.scenario.rdma
         room_at = self._nic.queue(now, wire.entries, self._sq_depth)
         if wire.entries > self._sq_depth:
-            self._fail(job, layer, "SQ request exceeds capacity")
+            self._fail(job, layer, Failed("SQ request exceeds capacity", "queue"))
             return
         if room_at - now > rdma.sq_wait_s * 1e9:
-            self._fail(job, layer, "SQ full")
+            self._fail(job, layer, Failed("SQ full", "queue"))
             return
         land = self._nic.occupy(rank.nic, room_at, wire.busy_ns) + wire.tail_ns
         self._nic.queued(land, wire.entries)
@@ -378,21 +380,22 @@ class Writer:
         else:
             effect = self.world.transfer_effect("write", self.name, rank.name, job.transfer.index, layer, land)
         if effect.refused:
-            self._fail(job, layer, effect.refused)
+            self._fail(job, layer, Failed(effect.refused, "planned"))
             return
         job.in_flight += 1
         job.last_land = max(job.last_land, effect.done_at)
         if effect.land_at is not None:
             part = copy.part(effect.fraction)
             clock.after(effect.land_at - now, lambda _event: self._land(job, rank, part, layer))
+        failed = Failed(effect.error, "gone" if rank.gone else "planned") if effect.error else None
         if effect.done_at < NEVER:
-            clock.after(effect.done_at - now, partial(self._completed, job, layer, effect.error))
+            clock.after(effect.done_at - now, partial(self._completed, job, layer, failed))
 
-    def _completed(self, job: Job, layer: int, error: str, _event: Any) -> None:
+    def _completed(self, job: Job, layer: int, failed: Failed | None, _event: Any) -> None:
         """MoRI says that a batch is over, well or not."""
         job.in_flight -= 1
-        if error:
-            self._fail(job, layer, error)
+        if failed is not None:
+            self._fail(job, layer, failed)
         if job.sealed is not None:
             self._finalize(job)
 
@@ -401,11 +404,11 @@ class Writer:
         for job in self.jobs.values():
             job.closed = True
 
-    def _fail(self, job: Job, layer: int, error: str) -> None:
-        job.error = error
+    def _fail(self, job: Job, layer: int, failed: Failed) -> None:
+        job.error = failed.error
         if self.rank.gone:
             return
-        self.world.log("transfer_failed", self.name, request=job.transfer.index, layer=layer, detail=error)
+        self.world.log("transfer_failed", self.name, request=job.transfer.index, layer=layer, fields=failed)
 
     def _land(self, job: Job, rank: DecodeRank, copy: Copy, layer: int) -> None:
         """The NIC read prefill's blocks and wrote decode's: what lands is what prefill's blocks hold at that moment."""
@@ -419,7 +422,7 @@ class Writer:
         self._land(job, rank, copy, layer)
         job.in_flight -= 1
         if rank.gone:
-            self._fail(job, layer, BROKEN)
+            self._fail(job, layer, Failed(BROKEN, "gone"))
         if job.sealed is not None:
             self._finalize(job)
 
@@ -465,7 +468,9 @@ class Writer:
         if geometry.state:
             size = self._known_size(as_int(job.leg.peer_tp), self.me.tp)
             if size == self.me.tp != as_int(job.leg.peer_tp):  # 0, which means own size to everything else
-                raise PeerRefusal("NotImplementedError", f"recurrent states of TP size {size} to TP size {job.leg.peer_tp}")
+                raise PeerRefusal(
+                    "NotImplementedError", f"recurrent states of TP size {size} to TP size {job.leg.peer_tp}", "states"
+                )
             part = state_slice(self.rank.tp, self.me.tp, target.tp_rank, size, mine.shape.heads, theirs.shape.heads)
         elif self.me.release.write_plan == "head_slices" and self._by_heads(job, target, rank, group):
             part = Slice(target.local, target.remote, target.count)
@@ -528,7 +533,7 @@ class Writer:
 
     def _give_up(self, job: Job) -> None:
         if not job.closed:
-            self._fail(job, -1, "transfer timeout")
+            self._fail(job, -1, Failed("transfer timeout", "timeout"))
             self._close_failed(job)
 
     def _close_failed(self, job: Job) -> None:
@@ -570,7 +575,7 @@ class Writer:
         route = self._last_leg if self.me.release.pod_routing == "worker" and self._last_leg is not None else leg
         offset = self._port_offset(fold(dp, route.pod_dp), tp, self._known_size(as_int(leg.peer_tp), self.me.tp))
         port = leg.notify_port + offset
-        self.world.log(f"{what}_sent", self.name, f"port {port}", job.transfer.index)
+        self.world.log(f"{what}_sent", self.name, request=job.transfer.index, fields=Sent(port))
         self.world.network.send(self.name, (route.pod_host(dp), port), job.transfer.index, what, deliver)
 
     def _say_done(self, job: Job, writers: int, rank: Rank) -> None:

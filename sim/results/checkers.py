@@ -10,7 +10,8 @@ from collections.abc import Callable, Mapping
 
 import msgspec
 
-from kvcover.sim.kernel.history import Event, History
+from kvcover.sim.kernel.events import ASTRAY, Dial, Message, Stray
+from kvcover.sim.kernel.history import Event, History, Row
 from kvcover.sim.results.result import Check
 
 Verdict = tuple[bool | None, str]
@@ -48,10 +49,9 @@ def coverage_at_go(history: History, plan: Plan) -> Verdict:
 
 def no_stray_write(history: History, plan: Plan) -> Verdict:
     """Whether every batch changed only cells of its own request."""
-    strays = history.events("stray")
-    cells = sum(int(event.detail.split()[0]) for event in strays)
+    strays = history.having(Stray, "stray")
     if strays:
-        return False, f"{cells} cells of other requests or free blocks changed"
+        return False, f"{sum(fields.cells for _, fields in strays)} cells of other requests or free blocks changed"
     moved = history.rows_of("wrote", "read")
     return (True, "every batch stayed in its request") if moved else (None, "nothing moved")
 
@@ -131,19 +131,20 @@ def dialled_is_intended(history: History, plan: Plan) -> Verdict:
     """Whether every handshake reached a rank that holds, or needs, what the dialler has."""
     dialled = [event for event in history.events("dialled") if event.actor in plan.intended]
     wrong = [event for event in dialled if event.peer not in plan.intended[event.actor]]
-    dead = history.events("dial_dead")
+    dead = history.having(Dial, "dial_dead")
     if wrong:
         return False, f"{wrong[0].actor} reached {wrong[0].peer}"
     if dead:
-        return False, f"{dead[0].actor} dialled {dead[0].peer}, which nobody bound"
+        return False, f"{dead[0][0].actor} dialled port {dead[0][1].port}, which nobody bound"
     return (True, "every handshake reached its rank") if dialled else (None, "nobody dialled")
 
 
 def queues_bounded(history: History, plan: Plan) -> Verdict:
     """Whether no message waits for ever in a socket to a port that nobody reads."""
-    lost = history.events("undelivered")
+    lost = history.having(Message, "undelivered")
     if lost:
-        return False, f"{len(lost)} messages wait for {lost[0].peer or 'a port'} for ever"
+        event, message = lost[0]
+        return False, f"{len(lost)} messages wait for {event.peer or message.place} for ever"
     return True, "every message was read"
 
 
@@ -178,12 +179,12 @@ def check_all(history: History, plan: Plan) -> list[Check]:
     return checks
 
 
-def _pair_list(rows: list[tuple[int, str, str, str, int, int, str]], column: int) -> list[tuple[int, str]]:
+def _pair_list(rows: list[Row], column: int) -> list[tuple[int, str]]:
     """(request, rank) of rows; the rank stands in column 2 (actor) or 3 (peer)."""
-    return [(row[4], str(row[column])) for row in rows if row[6] != "astray"]
+    return [(row[4], str(row[column])) for row in rows if row[6] is not ASTRAY]
 
 
-def _pairs(rows: list[tuple[int, str, str, str, int, int, str]], column: int) -> set[tuple[int, str]]:
+def _pairs(rows: list[Row], column: int) -> set[tuple[int, str]]:
     return set(_pair_list(rows, column))
 
 

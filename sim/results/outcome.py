@@ -4,77 +4,49 @@ from __future__ import annotations
 
 import math
 
-import msgspec
-
 from kvcover.sim.cache.ledger import Count
 from kvcover.sim.errors import PeerRefusal
-from kvcover.sim.moriio.transfer import Transfer
+from kvcover.sim.kernel.events import ASTRAY
 from kvcover.sim.releases.policies import map_fan
 from kvcover.sim.results.checkers import Plan
+from kvcover.sim.results.record import Course, Record
 from kvcover.sim.results.result import Percentiles, RankCoverage, Sets, worst
-from kvcover.sim.world import World
+from kvcover.sim.scenario.setup import Setup
 
 
-class Tally(msgspec.Struct, frozen=True, kw_only=True):
-    """Cells of one decode rank over all its requests, at go and at the end."""
-
-    at_go: Count
-    at_end: Count
-
-
-def end_count(world: World, transfer: Transfer, tp: int) -> Count:
-    """What rank `tp` holds of a request when the run is over; all missing if decode never allocated blocks."""
-    if not transfer.needs:
-        decode, request = world.setup.decode, transfer.request
-        blocks = [request.blocks - skipped for skipped, _ in decode.rows(request.prompt_tokens)]
-        return Count(0, 0, sum(g.geometry.layers * g.shape.planes * g.shape.heads * blocks[g.table] for g in decode.groups))
-    return world.decodes[transfer.decode_dp].ledger.count_all(tp, transfer.index, transfer.needs[tp])
-
-
-def request_tallies(world: World, transfer: Transfer) -> list[Tally]:
-    """One tally for each TP rank of the decode DP rank that has the request."""
-    tallies = []
-    for tp in range(world.setup.decode.tp):
-        at_end = end_count(world, transfer, tp)
-        tallies.append(Tally(at_go=transfer.at_go[tp] if transfer.went else at_end, at_end=at_end))
-    return tallies
-
-
-def request_outcome(world: World, transfer: Transfer, tallies: list[Tally]) -> str:
+def request_outcome(course: Course) -> str:
     """The worst that can be said of one request."""
-    prefill = world.prefills[transfer.prefill_dp]
-    decode = world.decodes[transfer.decode_dp]
     said = ["ok"]
-    if transfer.bad_end:
-        said.append(transfer.bad_end)
-    if transfer.went and any(tally.at_go.covered < tally.at_go.cells for tally in tallies):
+    if course.bad_end:
+        said.append(course.bad_end)
+    if course.at_go is not None and any(count.covered < count.cells for count in course.at_go):
         said.append("corrupt")
-    if prefill.crashed or decode.crashed:
+    if course.lost:
         said.append("crash")
-    if not transfer.ended:
+    if not course.ended:
         said.append("hang")
-    if transfer.index in prefill.pool.held or (transfer.ended and transfer.index in decode.pool.held):
+    if course.held:
         said.append("leak")
-    if transfer.timer_fired and transfer.bad_end != "failed":
+    if course.late and course.bad_end != "failed":
         said.append("degraded")
     return worst(said)
 
 
-def rank_coverages(world: World, tallies: list[list[Tally]]) -> list[RankCoverage]:
-    """Coverage of every decode rank, in (dp, tp) order; `tallies` are those of the requests, in order."""
-    decode = world.setup.decode
-    told = {(event.actor, event.request) for event in world.history.events("told")}
+def rank_coverages(record: Record) -> list[RankCoverage]:
+    """Coverage of every decode rank, in (dp, tp) order."""
+    decode = record.setup.decode
+    told = {(event.actor, event.request) for event in record.history.events("told")}
     ranks = []
     for dp in range(decode.dp):
-        mine = [t for t in world.transfers if t.decode_dp == dp]
+        mine = [course for course in record.courses if course.decode_dp == dp]
         # In READ a rank that reads nothing of a request has nothing to be told of it; a recurrent state is always read.
-        always = world.mode == "write" or world.geometry.has_states
+        always = record.mode == "write" or record.geometry.has_states
         asked = [t for t in mine if always or t.bad_end != "recomputed"]
         for tp in range(decode.tp):
             total = end = Count(0, 0, 0)
-            for transfer in mine:
-                total += tallies[transfer.index][tp].at_go
-                end += tallies[transfer.index][tp].at_end
+            for course in mine:
+                total += course.cells[tp]
+                end += course.at_end[tp]
             name = decode.rank_name(dp, tp)
             ranks.append(
                 RankCoverage(
@@ -90,11 +62,11 @@ def rank_coverages(world: World, tallies: list[list[Tally]]) -> list[RankCoverag
     return ranks
 
 
-def sets_of(world: World, ranks: list[RankCoverage]) -> Sets:
+def sets_of(record: Record, ranks: list[RankCoverage]) -> Sets:
     """Names of ranks, in (dp, tp) order."""
-    decode, prefill, history = world.setup.decode, world.setup.prefill, world.history
-    landed = {peer for _, _, _, peer, _, _, detail in history.rows_of("wrote", "read") if detail != "astray"}
-    heard = {e.actor for e in history.events("blocks_ready" if world.mode == "write" else "release")}
+    decode, prefill, history = record.setup.decode, record.setup.prefill, record.history
+    landed = {peer for _, _, _, peer, _, _, fields in history.rows_of("wrote", "read") if fields is not ASTRAY}
+    heard = {e.actor for e in history.events("blocks_ready" if record.mode == "write" else "release")}
     released = {e.actor for e in history.events("released")}
     return Sets(
         needed=[decode.rank_name(r.dp, r.tp) for r in ranks if r.coverage is not None],
@@ -117,53 +89,53 @@ def percentiles(values_ns: list[int]) -> Percentiles | None:
     return Percentiles(p50=at(0.5), p90=at(0.9), p99=at(0.99), max=ordered[-1] / 1e6)
 
 
-def transfer_times(world: World) -> list[int]:
+def transfer_times(record: Record) -> list[int]:
     """From the first post to the last byte before go, of each request that went and was transferred (ns)."""
-    return [t.landed_ns - t.posted_ns for t in world.transfers if t.went and 0 <= t.posted_ns <= t.landed_ns]
+    return [c.landed_ns - c.posted_ns for c in record.courses if c.at_go is not None and 0 <= c.posted_ns <= c.landed_ns]
 
 
-def times_to_go(world: World) -> list[int]:
+def times_to_go(record: Record) -> list[int]:
     """From the router's first leg to go, of each request that went (ns)."""
-    return [t.go_ns - t.started_ns for t in world.transfers if t.went]
+    return [course.go_ns - course.started_ns for course in record.courses if course.at_go is not None]
 
 
-def plan_of(world: World) -> Plan:
+def plan_of(record: Record) -> Plan:
     """What a correct connector would have to do with the scenario."""
-    prefill, decode = world.setup.prefill, world.setup.decode
-    initiator, peer = (prefill, decode) if world.mode == "write" else (decode, prefill)
+    prefill, decode, setup = record.setup.prefill, record.setup.decode, record.setup
+    initiator, peer = (prefill, decode) if record.mode == "write" else (decode, prefill)
     intended = {}
     for tp in range(initiator.tp):
-        tps = intended_peers(world, tp)
+        tps = intended_peers(setup, tp)
         reached = tuple(peer.rank_name(dp, t) for dp in range(peer.dp) for t in tps)
         for dp in range(initiator.dp):
             if tps:
                 intended[initiator.rank_name(dp, tp)] = reached
     return Plan(
-        mode=world.mode,
-        needed={t.index: tuple(decode.rank_name(t.decode_dp, tp) for tp in range(decode.tp)) for t in world.transfers if _asks(t)},
-        holders={t.index: tuple(prefill.rank_name(t.prefill_dp, tp) for tp in range(prefill.tp)) for t in world.transfers},
+        mode=record.mode,
+        needed={c.index: tuple(decode.rank_name(c.decode_dp, tp) for tp in range(decode.tp)) for c in record.courses if _asks(c)},
+        holders={c.index: tuple(prefill.rank_name(c.prefill_dp, tp) for tp in range(prefill.tp)) for c in record.courses},
         intended=intended,
     )
 
 
-def _asks(transfer: Transfer) -> bool:
+def _asks(course: Course) -> bool:
     """Whether decode asks prefill for any block of the request."""
-    request = transfer.request
+    request = course.request
     return not (request.suffix_only and request.decode_hit_blocks >= request.blocks)
 
 
-def intended_peers(world: World, tp: int) -> list[int]:
+def intended_peers(setup: Setup, tp: int) -> list[int]:
     """TP ranks of the peer that a correct connector would reach from rank `tp` of the side that moves the data.
 
     In READ every prefill rank whose cache holds the heads will do, with MLA any of its group.
     """
-    own, peer = world.setup.prefill.tp, world.setup.decode.tp
+    own, peer = setup.prefill.tp, setup.decode.tp
     try:
-        if world.mode == "write":
-            return [target.tp_rank for target in map_fan(tp, own, peer, world.geometry)]
-        if world.geometry.mla:
+        if setup.scenario.mode == "write":
+            return [target.tp_rank for target in map_fan(tp, own, peer, setup.geometry)]
+        if setup.geometry.mla:
             return list(range(own))
-        mine = set(world.geometry.heads_of(tp, peer))
-        return [p for p in range(own) if mine & set(world.geometry.heads_of(p, own))]
+        mine = set(setup.geometry.heads_of(tp, peer))
+        return [p for p in range(own) if mine & set(setup.geometry.heads_of(p, own))]
     except PeerRefusal:
         return []

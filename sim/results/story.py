@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from kvcover.sim.kernel.events import Dial, Sent
 from kvcover.sim.kernel.history import Event
 from kvcover.sim.results.findings import peer_tp_causes, span
-from kvcover.sim.results.outcome import request_outcome, request_tallies
+from kvcover.sim.results.outcome import request_outcome
+from kvcover.sim.results.record import Record
 from kvcover.sim.results.result import MEANING
-from kvcover.sim.world import World
 
 MOST_LINES = 25
 _QUIET = ("bound", "leg_sent", "fault_fired")
@@ -59,41 +60,39 @@ _TOLD = {
 }
 
 
-def story(world: World, request: int) -> list[str]:
+def story(record: Record, request: int) -> list[str]:
     """At most 25 lines; events of one kind that follow each other are one line with their first and last time."""
-    transfer = world.transfers[request]
-    tallies = request_tallies(world, transfer)
-    outcome = request_outcome(world, transfer, tallies)
-    went = [tally.at_go for tally in tallies]
+    course = record.courses[request]
+    outcome, went = request_outcome(course), course.cells
     covered, cells = sum(count.covered for count in went), sum(count.cells for count in went)
-    body = [_line(group) for group in _groups(_events(world, request))]
+    body = [_line(group) for group in _groups(_events(record, request))]
     last = f"so: {outcome} ({MEANING[outcome]}), {covered} of {cells} cells covered"
-    head = _legs(world, request)
+    head = _legs(record, request)
     room = MOST_LINES - len(head) - 1
     if len(body) > room:
         body = [*body[: room - 2], f"… {len(body) - room + 1} more steps (all are in the history) …", body[-1]]
     return [*head, *body, last]
 
 
-def _events(world: World, request: int) -> list[Event]:
+def _events(record: Record, request: int) -> list[Event]:
     """Events of the request, and those of no request, such as a crash, that concern everybody."""
-    return [e for e in world.history.events() if e.request in (request, -1) and e.kind not in _QUIET]
+    return [e for e in record.history.events() if e.request in (request, -1) and e.kind not in _QUIET]
 
 
-def _legs(world: World, request: int) -> list[str]:
+def _legs(record: Record, request: int) -> list[str]:
     """What left the router, as far as it matters, and how the side that moves the data read it."""
     lines = []
     for side in ("prefill", "decode"):
-        params = world.legs.get((request, side))
+        params = record.legs.get((request, side))
         if params is None:
             continue
         sizes = ", ".join(f"{key} {params[key]!r}" for key in ("remote_tp_size", "tp_size", "remote_dp_size") if key in params)
         lines.append(f"router → {side}: {sizes or 'no sizes'} ({len(params)} keys)")
-    side = "prefill" if world.mode == "write" else "decode"
-    endpoint = world.setup.prefill if side == "prefill" else world.setup.decode
-    if params := world.legs.get((request, side)):
+    side = "prefill" if record.mode == "write" else "decode"
+    endpoint = record.setup.prefill if side == "prefill" else record.setup.decode
+    if params := record.legs.get((request, side)):
         lines.append(f"{side} reads it: {'; '.join(peer_tp_causes(endpoint.release, params))}")
-    fired = [event.detail for event in world.history.events("fault_fired") if event.request in (request, -1)]
+    fired = [event.detail for event in record.history.events("fault_fired") if event.request in (request, -1)]
     if fired:
         lines.append(f"faults that fired: {', '.join(dict.fromkeys(fired))}")
     return lines
@@ -113,7 +112,7 @@ def _line(group: list[Event]) -> str:
     when = f"{first.time_ns / 1e6:.3f}" if first.time_ns == last.time_ns else f"{first.time_ns / 1e6:.3f}–{last.time_ns / 1e6:.3f}"
     text = _TOLD[first.kind].format(
         who=span(dict.fromkeys(event.actor for event in group)),
-        whom=_ports(dict.fromkeys(event.peer for event in group if event.peer)),
+        whom=_whom(group),
         n=len(group),
         layers=len({event.layer for event in group}),
         detail=first.detail,
@@ -121,11 +120,13 @@ def _line(group: list[Event]) -> str:
     return f"{when} ms  {text}"
 
 
-def _ports(names: Iterable[str]) -> str:
-    """Ports and ranks as people read them: `ports 62005–62012`."""
-    listed = list(names)
-    numbers = sorted(int(name[5:]) for name in listed if name.startswith("port ") and name[5:].isdecimal())
-    if len(numbers) == len(listed) > 1:
+def _whom(group: list[Event]) -> str:
+    """Peers, or else the ports that were meant, as people read them: `ports 62005–62012`."""
+    listed = list(dict.fromkeys(event.peer for event in group if event.peer))
+    numbers = sorted({event.fields.port for event in group if isinstance(event.fields, Sent | Dial) and not event.peer})
+    if len(numbers) == 1:
+        return f"port {numbers[0]}"
+    if numbers:
         neighbours = numbers == list(range(numbers[0], numbers[0] + len(numbers)))
         return f"ports {numbers[0]}–{numbers[-1]}" if neighbours else "ports " + ", ".join(map(str, numbers))
     return span(listed) if listed else "nobody"

@@ -11,8 +11,8 @@ from typing import Any
 
 import msgspec
 
-from kvcover.sim.kernel.history import KINDS
-from kvcover.sim.world import World
+from kvcover.sim.kernel.events import KINDS
+from kvcover.sim.results.record import Record
 
 _US = 1000.0  # ns in the format's unit
 
@@ -30,21 +30,21 @@ class _Event(msgspec.Struct, frozen=True, omit_defaults=True):
     args: dict[str, Any] = {}
 
 
-def trace(world: World) -> str:
+def trace(record: Record) -> str:
     """The timeline of a finished run as JSON."""
     places = {"router": (0, 0)}
-    for pid, engine in enumerate(world.engines, start=1):
+    for pid, engine in enumerate(record.engines, start=1):
         places[engine.name] = (pid, 0)
-        places |= {rank.name: (pid, tid) for tid, rank in enumerate(engine.ranks, start=1)}
-    events = [*_names(world, places), *_instants(world, places), *_spans(world, places)]
+        places |= {engine.me.rank_name(engine.dp, tp): (pid, tp + 1) for tp in range(engine.me.tp)}
+    events = [*_names(record, places), *_instants(record, places), *_spans(record, places)]
     whole = {"displayTimeUnit": "ms", "traceEvents": events}
     return msgspec.json.encode(whole).decode() + "\n"
 
 
-def _names(world: World, places: dict[str, tuple[int, int]]) -> Iterator[_Event]:
+def _names(record: Record, places: dict[str, tuple[int, int]]) -> Iterator[_Event]:
     titles = {"router": "router"} | {
         engine.name: f"{engine.name} ({'prefill' if engine.me.letter == 'P' else 'decode'}, vLLM {engine.me.release.name})"
-        for engine in world.engines
+        for engine in record.engines
     }
     for name, (pid, tid) in places.items():
         if name in titles:
@@ -54,22 +54,22 @@ def _names(world: World, places: dict[str, tuple[int, int]]) -> Iterator[_Event]
             yield _Event("thread_name", "M", pid, tid, args={"name": name})
 
 
-def _instants(world: World, places: dict[str, tuple[int, int]]) -> Iterator[_Event]:
-    for time_ns, kind, actor, peer, request, layer, detail in world.history.rows:
+def _instants(record: Record, places: dict[str, tuple[int, int]]) -> Iterator[_Event]:
+    for time_ns, kind, actor, peer, request, layer, fields in record.history.rows:
         pid, tid = places[actor]
         said: dict[str, Any] = {"what": KINDS[kind]}
         said |= {"peer": peer} if peer else {}
         said |= {"request": request} if request >= 0 else {}
         said |= {"layer": layer} if layer >= 0 else {}
-        said |= {"detail": detail} if detail else {}
+        said |= {"detail": str(fields)} if fields is not None else {}
         yield _Event(kind, "i", pid, tid, ts=time_ns / _US, s="t", args=said)
 
 
-def _spans(world: World, places: dict[str, tuple[int, int]]) -> Iterator[_Event]:
+def _spans(record: Record, places: dict[str, tuple[int, int]]) -> Iterator[_Event]:
     """How long blocks are held, and how long decode waits for its KV; what never ends goes to the end of the run."""
     begun: dict[tuple[str, int, str], int] = {}
     ends = {"freed": "holds", "reaped": "holds", "go": "waits for", "request_failed": "waits for", "recompute": "waits for"}
-    for event in world.history.events("allocated", "go", "request_failed", "recompute", "freed", "reaped"):
+    for event in record.history.events("allocated", "go", "request_failed", "recompute", "freed", "reaped"):
         if event.kind == "allocated":
             begun[event.actor, event.request, "holds"] = event.time_ns
             if event.actor.startswith("D"):
@@ -77,7 +77,7 @@ def _spans(world: World, places: dict[str, tuple[int, int]]) -> Iterator[_Event]
         elif (start := begun.pop((event.actor, event.request, ends[event.kind]), None)) is not None:
             yield _span(places[event.actor], f"{ends[event.kind]} request {event.request}", start, event.time_ns)
     for (actor, request, what), start in begun.items():
-        yield _span(places[actor], f"{what} request {request}, for ever", start, world.history.last_ns())
+        yield _span(places[actor], f"{what} request {request}, for ever", start, record.history.last_ns())
 
 
 def _span(place: tuple[int, int], name: str, start: int, end: int) -> _Event:

@@ -59,36 +59,39 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
         """Pipeline stages that start on this host, each of which binds the ports of its rank."""
         return 1 if self.release.unsupported == "request_refused" else self.side.pp
 
-    def start_error(self, mode: str) -> str:
-        """Why the release's connector can't be started with these caches; empty if it can."""
+    def start_error(self, mode: str) -> PeerRefusal | None:
+        """What the release's connector raises when it is started with these caches; None if it starts."""
         if any(table.state for table in self.tables) and (why := self.state_error(mode)):
-            return "" if self.release.unsupported == "request_refused" else why
+            return None if self.release.unsupported == "request_refused" else why
         takes = self.release.call("cache_layouts")
         for group in self.groups:
             if not takes(group.shape.layout, group.shape.planes == 1):
-                return f"ValueError: unsupported cache shape: {group.shape.layout}"
+                return PeerRefusal("ValueError", f"unsupported cache shape: {group.shape.layout}", "cache_layouts")
         if self.release.unsupported == "request_refused":
-            return ""
+            return None
         if mode == "write" and any(table.window for table in self.tables):
-            return "NotImplementedError: WRITE with block tables for sliding windows (hybrid_kv = false turns them off)"
+            text = "WRITE with block tables for sliding windows (hybrid_kv = false turns them off)"
+            return PeerRefusal("NotImplementedError", text, "windows")
         mixed = len({group.table for group in self.groups}) < len(self.groups)
         if mixed and self.release.mixed_layers == "hybrid_off" and self.side.hybrid_kv:
-            return "ValueError: layers of unequal block length with the hybrid KV cache manager (hybrid_kv = false turns it off)"
-        return ""
+            text = "layers of unequal block length with the hybrid KV cache manager (hybrid_kv = false turns it off)"
+            return PeerRefusal("ValueError", text, "mixed_layers")
+        return None
 
-    def state_error(self, mode: str) -> str:
-        """Why a model with recurrent states can't be started; empty if it can."""
+    def state_error(self, mode: str) -> PeerRefusal | None:
+        """What is raised when a model with recurrent states is started; None if it starts."""
         policy = self.release.states
         if policy == "no_hybrid" or not self.side.hybrid_kv:
-            return "ValueError: recurrent states without the hybrid KV cache manager"
+            return PeerRefusal("ValueError", "recurrent states without the hybrid KV cache manager", "states")
         if policy == "refused":
-            return "NotImplementedError: recurrent states in a cache group"
+            return PeerRefusal("NotImplementedError", "recurrent states in a cache group", "states")
         if policy == "read" and mode == "write":
-            return "MoRIIOError: WRITE of recurrent states"
+            return PeerRefusal("MoRIIOError", "WRITE of recurrent states", "states")
         attending = sum(not table.state for table in self.tables)
         if mode == "read" and attending > 1:
-            return f"MoRIIOError: READ of recurrent states beside {attending} block tables of attention"
-        return ""
+            text = f"READ of recurrent states beside {attending} block tables of attention"
+            return PeerRefusal("MoRIIOError", text, "states")
+        return None
 
     @property
     def host(self) -> str:

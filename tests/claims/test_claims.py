@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from kvcover import RELEASES, Result, build, resolve, run, run_world
-from kvcover.sim.kernel.history import KINDS
+from kvcover.sim.kernel.events import KINDS
 from kvcover.sim.results.story import _TOLD, story
+from kvcover.sim.simulate import record_of
 
 MLA, EIGHT, TWO = "layers=2,mla=64+16", "layers=2,kv_heads=8,head_dim=8", "layers=2,kv_heads=2,head_dim=8"
 FIXED = ["0.27.0", "0.28.0", "0.29.0", "0.30.0", "0.31.0", "0.32.0"]
@@ -192,4 +193,4 @@ def test_the_story_tells_every_kind_of_event() -> None:
     quiet = {"bound", "leg_sent", "fault_fired"}
     assert set(_TOLD) == set(KINDS) - quiet
     world = run_world(resolve(build({"model": "layers=2,mla=64+16", "decode": {"pp": 2}})))[1]
-    assert any("could not bind" in line for line in story(world, 0))
+    assert any("could not bind" in line for line in story(record_of(world), 0))

@@ -12,6 +12,7 @@ import pytest
 from kvcover import build, resolve, run_world
 from kvcover.sim.cli import main
 from kvcover.sim.results.story import MOST_LINES, story
+from kvcover.sim.simulate import record_of
 
 # The result format, by its fields; fields may be added, none renamed without a new `schema`.
 FIELDS = {
@@ -131,7 +132,7 @@ def test_why_tells_the_story_of_a_result(kvcover: Any, tmp_path: Path) -> None:
 def test_a_story_is_short_and_in_time(scenario: dict[str, Any]) -> None:
     _, world = run_world(resolve(build(scenario)))
     for request in range(len(world.transfers)):
-        lines = story(world, request)
+        lines = story(record_of(world), request)
         assert len(lines) <= MOST_LINES
         times = [float(match[1]) for line in lines if (match := re.match(r"(\d+\.\d+)", line))]
         assert times == sorted(times)

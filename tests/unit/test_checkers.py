@@ -8,7 +8,8 @@ import msgspec
 import pytest
 
 from kvcover import build, resolve
-from kvcover.sim.kernel.history import History
+from kvcover.sim.kernel.events import Message, Raised, Short, Stray
+from kvcover.sim.kernel.history import History, Row
 from kvcover.sim.releases.records import RELEASES
 from kvcover.sim.results.checkers import CHECKERS, Plan, check_all
 from kvcover.sim.simulate import run_world
@@ -19,28 +20,27 @@ PLAN = Plan(
     holders={0: ("P0", "P1")},
     intended={"P0": ("D0",), "P1": ("D1",)},
 )
-GOOD = [
-    (0, "allocated", "D", "", 0, -1, ""), (0, "allocated", "P", "", 0, -1, ""),
-    (1, "dialled", "P0", "D0", 0, -1, ""), (1, "dialled", "P1", "D1", 0, -1, ""),
-    (5, "wrote", "P0", "D0", 0, 0, ""), (5, "wrote", "P1", "D1", 0, 0, ""),
-    (6, "freed", "P", "", 0, -1, ""),
-    (7, "told", "D0", "P0", 0, -1, ""), (7, "told", "D1", "P1", 0, -1, ""),
-    (8, "go", "D", "", 0, -1, ""), (9, "ended", "D", "", 0, -1, ""), (9, "freed", "D", "", 0, -1, ""),
+GOOD: list[Row] = [
+    (0, "allocated", "D", "", 0, -1, None), (0, "allocated", "P", "", 0, -1, None),
+    (1, "dialled", "P0", "D0", 0, -1, None), (1, "dialled", "P1", "D1", 0, -1, None),
+    (5, "wrote", "P0", "D0", 0, 0, None), (5, "wrote", "P1", "D1", 0, 0, None),
+    (6, "freed", "P", "", 0, -1, None),
+    (7, "told", "D0", "P0", 0, -1, None), (7, "told", "D1", "P1", 0, -1, None),
+    (8, "go", "D", "", 0, -1, None), (9, "ended", "D", "", 0, -1, None), (9, "freed", "D", "", 0, -1, None),
 ]  # fmt: skip
-Row = tuple[int, str, str, str, int, int, str]
 # checker: what to take out of the good history, what to add, to make it bad
 BAD: dict[str, tuple[tuple[int, ...], tuple[Row, ...]]] = {
-    "coverage-at-go": ((), ((8, "short", "D1", "", 0, -1, "3 of 4 cells"),)),
+    "coverage-at-go": ((), ((8, "short", "D1", "", 0, -1, Short(3, 4)),)),
     "told-written-needed": ((5,), ()),
-    "completed-once": ((), ((7, "told", "D0", "P1", 0, -1, ""),)),
-    "no-use-before-landing": ((6,), ((12, "wrote", "P0", "D0", 0, 1, ""), (13, "freed", "P", "", 0, -1, ""))),
-    "source-held": ((6,), ((4, "freed", "P", "", 0, -1, ""),)),
-    "no-stray-write": ((), ((6, "stray", "D0", "", 0, 0, "3 cells"),)),
-    "dialled-is-intended": ((), ((2, "dialled", "P1", "D0", 0, -1, ""),)),
+    "completed-once": ((), ((7, "told", "D0", "P1", 0, -1, None),)),
+    "no-use-before-landing": ((6,), ((12, "wrote", "P0", "D0", 0, 1, None), (13, "freed", "P", "", 0, -1, None))),
+    "source-held": ((6,), ((4, "freed", "P", "", 0, -1, None),)),
+    "no-stray-write": ((), ((6, "stray", "D0", "", 0, 0, Stray(3)),)),
+    "dialled-is-intended": ((), ((2, "dialled", "P1", "D0", 0, -1, None),)),
     "every-request-ends": ((10,), ()),
     "nothing-held": ((6,), ()),
-    "queues-bounded": ((), ((3, "undelivered", "D", "10.0.0.1:61007", 0, -1, "remote_blocks"),)),
-    "engine-alive": ((), ((3, "crashed", "P", "", 0, -1, "KeyError"),)),
+    "queues-bounded": ((), ((3, "undelivered", "D", "", 0, -1, Message("remote_blocks", "10.0.0.1", 61007)),)),
+    "engine-alive": ((), ((3, "crashed", "P", "", 0, -1, Raised("KeyError", "0")),)),
 }
 
 

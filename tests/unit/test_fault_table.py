@@ -1,4 +1,4 @@
-"""What each kind of trouble does, by release: the catalogue F1 to F30 and N1 to N15 of the protocol notes, by hand.
+"""What each kind of trouble does, by release: the catalogue F1 to F30 and N1 to N15 of docs/protocol.md, by hand.
 
 Bad where the released sources and runs of the real connector are bad, good where they were mended.
 """

@@ -1,6 +1,6 @@
 """Every row of the table of keys: what a missing, wrong or odd key does, by release.
 
-The rows and their consequences are those of the protocol notes K1 to K37, written down by hand from the released
+The rows and their consequences are those of the notes K1 to K37 in docs/protocol.md, written down by hand from the released
 sources and from runs of the real connector; those that the harness can run are in `data/measured.toml` as well.
 """
 

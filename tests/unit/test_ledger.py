@@ -66,7 +66,7 @@ def test_cells_and_units_count_alike(case: tuple[Geometry, CacheShape, list[tupl
 
 
 def test_a_batch_past_the_region_is_refused_whole() -> None:
-    """MoRI checks every entry against the registered length: the V plane of a larger block never fits (protocol §6)."""
+    """MoRI checks every entry against the registered length: the V plane of a larger block never fits (see docs/protocol.md)."""
     geometry = Geometry(layers=1, kv_heads=8, head_dim=1)
     wide, narrow = shape_of(geometry, 4, 8, 2), shape_of(geometry, 2, 8, 2)
     pool, block = np.arange(8), np.array([1])

@@ -13,6 +13,7 @@ import pytest
 
 from kvcover import build, resolve, run_world
 from kvcover.sim.results.trace import trace
+from kvcover.sim.simulate import record_of
 
 SCENARIOS: dict[str, dict[str, Any]] = {
     "write": {"release": "0.26.0", "prefill": {"tp": 2}, "decode": {"tp": 2}},
@@ -26,7 +27,7 @@ SMALL = {"model": "layers=2,mla=64+16", "prompt_tokens": 32}
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_every_event_is_one_instant_at_its_place_and_time(name: str) -> None:
     world = run_world(resolve(build(SMALL | SCENARIOS[name])))[1]
-    entries = json.loads(trace(world))["traceEvents"]
+    entries = json.loads(trace(record_of(world)))["traceEvents"]
     threads = {(e["pid"], e["tid"]): e["args"]["name"] for e in entries if e["name"] == "thread_name"}
     engines = {e["pid"]: e["args"]["name"].split()[0] for e in entries if e["name"] == "process_name"}
     told: Counter[tuple[int, str, str, int]] = Counter()
@@ -40,7 +41,11 @@ def test_every_event_is_one_instant_at_its_place_and_time(name: str) -> None:
 
 def test_spans_are_as_long_as_blocks_are_held() -> None:
     world = run_world(resolve(build(SMALL | SCENARIOS["write"])))[1]
-    spans = {(e["pid"], e["name"]): (e.get("ts", 0.0), e["dur"]) for e in json.loads(trace(world))["traceEvents"] if e["ph"] == "X"}
+    spans = {
+        (e["pid"], e["name"]): (e.get("ts", 0.0), e["dur"])
+        for e in json.loads(trace(record_of(world)))["traceEvents"]
+        if e["ph"] == "X"
+    }
     at = {(e.kind, e.actor): e.time_ns / 1000 for e in world.history.events("allocated", "freed", "go")}
     for pid, actor in ((1, "P"), (2, "D")):
         start, held = spans[pid, "holds request 0"]
@@ -51,7 +56,7 @@ def test_spans_are_as_long_as_blocks_are_held() -> None:
 
 def test_what_never_ends_says_so() -> None:
     world = run_world(resolve(build(SMALL | SCENARIOS["hang"])))[1]
-    names = {entry["name"] for entry in json.loads(trace(world))["traceEvents"] if entry["ph"] == "X"}
+    names = {entry["name"] for entry in json.loads(trace(record_of(world)))["traceEvents"] if entry["ph"] == "X"}
     assert "waits for request 0, for ever" in names
 
 

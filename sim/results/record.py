@@ -1,0 +1,94 @@
+"""What a finished run left behind, on any tier: the one thing that outcome, checkers, findings and stories look at."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from kvcover.sim.cache.geometry import Geometry
+from kvcover.sim.cache.ledger import Count
+from kvcover.sim.kernel.history import History
+from kvcover.sim.scenario.setup import Endpoint, Request, Setup
+
+
+class Course(msgspec.Struct, frozen=True, kw_only=True):
+    """What became of one request.
+
+    `prefill_dp` and `decode_dp` are where its legs really went. `at_go` counts the cells of each TP rank of that decode DP
+    rank when decode used them (None: it never did), `at_end` when the run was over. `bad_end` is refused, failed, recomputed
+    or crash. `lost` says that an engine which had it died, `held` that one still has blocks for it, `late` that blocks or a
+    step waited until a timer fired. Times are in ns, -1 where there was none or the tier does not know.
+    """
+
+    request: Request
+    prefill_dp: int
+    decode_dp: int
+    at_go: tuple[Count, ...] | None
+    at_end: tuple[Count, ...]
+    bad_end: str = ""
+    admitted: bool = True
+    ended: bool = True
+    lost: bool = False
+    held: bool = False
+    late: bool = False
+    aborted: bool = False
+    preempted: bool = False
+    started_ns: int = -1
+    posted_ns: int = -1
+    landed_ns: int = -1
+    go_ns: int = -1
+
+    @property
+    def index(self) -> int:
+        return self.request.index
+
+    @property
+    def cells(self) -> tuple[Count, ...]:
+        """By TP rank: at go, or at the end if it never went."""
+        return self.at_end if self.at_go is None else self.at_go
+
+
+class EngineEnd(msgspec.Struct, frozen=True, kw_only=True):
+    """One DP rank of an engine when the run was over; `held` are the requests that it still has blocks for."""
+
+    name: str
+    me: Endpoint
+    dp: int
+    started: bool
+    crashed: bool
+    held: tuple[int, ...]
+
+
+class Record(msgspec.Struct, frozen=True, kw_only=True):
+    """A finished run. `legs` are the params as they left the router, by request and side; `fired` counts by planned fault.
+
+    `observed` are the kinds of event that the tier sees if they happen; None: all of them. `stray` counts cells of others
+    that changed, None if nobody looked.
+    """
+
+    tier: str
+    setup: Setup
+    history: History
+    courses: tuple[Course, ...]
+    engines: tuple[EngineEnd, ...]
+    legs: dict[tuple[int, str], dict[str, Any]]
+    fired: tuple[int, ...]
+    stray: int | None
+    observed: frozenset[str] | None = None
+
+    @property
+    def mode(self) -> str:
+        return self.setup.scenario.mode
+
+    @property
+    def geometry(self) -> Geometry:
+        return self.setup.geometry
+
+    def side(self, letter: str) -> list[EngineEnd]:
+        """The DP ranks of prefill (P) or of decode (D)."""
+        return [engine for engine in self.engines if engine.me.letter == letter]
+
+    def ranks(self) -> dict[str, tuple[EngineEnd, int]]:
+        """Every rank's engine and TP rank, by its name."""
+        return {engine.me.rank_name(engine.dp, tp): (engine, tp) for engine in self.engines for tp in range(engine.me.tp)}
