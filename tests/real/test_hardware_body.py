@@ -73,6 +73,9 @@ def test_the_body_under_torchrun_sees_what_the_connector_tier_sees(
         ("drop-notice:write_done,to=D1", [1.0, 1.0], "hang", 1),
         ("early-completion:write,ms=300", [0.0, 0.0], "corrupt", 4),
         ("stall-rank:P1,ms=0,for=200", [1.0, 1.0], "ok", 1),
+        ("fail-leg:decode", [0.0, 0.0], "failed", 1),
+        ("delay-leg:decode,ms=300", [1.0, 1.0], "ok", 1),
+        ("stop-at-prefill:0", [1.0, 1.0], "ok", 1),
     ],
 )
 def test_a_fault_of_each_class_acts_under_torchrun(
@@ -109,6 +112,21 @@ def test_two_nodes_of_torchrun_meet(trees: Path, tmp_path: Path) -> None:
         for agent in agents:
             agent.terminate()
     assert coverage(read_result(written)) == [1.0, 1.0]
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ("late-rank:D1,ms=50", "late-rank can't be injected on the hardware tier"),
+        ("stall-rank:P0,ms=0,for=50", "P0 leads the run here"),
+    ],
+)
+def test_a_fault_that_torchrun_cannot_bear_is_refused_there_too(trees: Path, fault: str, said: str) -> None:
+    """Over several nodes torchrun is started by hand, and no tier has looked at the scenario before."""
+    with pytest.raises(TierError, match=rf"faults\[0\]: {said}"):
+        launch(scenario("0.33.0", faults=[fault]), "0.33.0", ("--loopback-test",), LIMIT_S)
 
 
 @pytest.mark.vllm
