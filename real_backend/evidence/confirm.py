@@ -99,8 +99,13 @@ def _scenario(data: Mapping[str, Any], option: str, text: str, tier: Tier) -> Sc
 
 
 def judge(before: Result, after: Result) -> tuple[str, str]:
-    """The verdict and its reason: bad before, good after, and every planned fault fired in both."""
+    """The verdict and its reason: bad before, good after, and every planned fault fired in both.
+
+    Code or a machine that is broken is neither: it says nothing of the protocol.
+    """
     for when, result in (("before", before), ("after", after)):
+        if broken := next((finding for finding in result.findings if finding.kind == "broken"), None):
+            return INCONCLUSIVE, f"{when} ({result.release}), {broken.text}, which is {', '.join(broken.causes)}"
         if result.outcome == "vacuous":
             unfired = ", ".join(fault.fault for fault in result.faults if not fault.fired)
             return INCONCLUSIVE, f"{when} ({result.release}), {unfired} never fired, so the run proves nothing"

@@ -18,7 +18,8 @@ from typing import Any, Literal
 import msgspec
 
 from kvcover.real_backend.machine.doctor import Place, examine, lacking
-from kvcover.real_backend.machine.trees import choose
+from kvcover.real_backend.machine.trees import choose, refuse_other_release
+from kvcover.real_backend.tiers.connector import as_trees
 from kvcover.real_backend.tiers.declared import DRAWN, INJECTED, fit
 from kvcover.real_backend.tiers.translate import refuse_unlike_layers, to_job
 from kvcover.sim.errors import TierError
@@ -53,16 +54,14 @@ class HardwareTier(Tier):
         fit(draft)
 
     def _check(self, scenario: Scenario, vllm: str | None) -> None:
-        check_hardware(transport())
-        refuse_unlike_layers(to_job(scenario))
+        _as_run(scenario, vllm)
 
     def _run_all(
         self, scenarios: Sequence[Scenario], vllms: Sequence[str | None], keep_errors: bool
     ) -> Sequence[Result | TierError]:
-        for scenario, vllm in zip(scenarios, vllms, strict=True):
-            self._check(scenario, vllm)  # before minutes are spent on the first of them
+        planned = [_as_run(scenario, vllm) for scenario, vllm in zip(scenarios, vllms, strict=True)]  # before any takes minutes
         results: list[Result | TierError] = []
-        for scenario, vllm in zip(scenarios, vllms, strict=True):
+        for scenario, vllm in zip(planned, vllms, strict=True):
             try:
                 results.append(launch(scenario, vllm or "installed", ("--transport", transport())))
             except TierError as error:
@@ -73,6 +72,31 @@ class HardwareTier(Tier):
 
 
 hardware_tier = HardwareTier()
+
+
+def _as_run(scenario: Scenario, vllm: str | None) -> Scenario:
+    """The scenario as it would run. Raises TierError if it can't be run here, and never takes another vLLM instead."""
+    check_hardware(transport())
+    as_run = as_installed(scenario, vllm)
+    refuse_unlike_layers(to_job(as_run))
+    return as_run
+
+
+def as_installed(scenario: Scenario, vllm: str | None) -> Scenario:
+    """The scenario with the release of the vLLM that `--vllm` gives; without it the installed one must be what it names.
+
+    Raises TierError if the vLLM that would run is another release, or if the engines would need two.
+    """
+    trees = choose(vllm or "installed", scenario.release, scenario.decode_release)
+    if trees[0] != trees[1]:
+        raise TierError(
+            "--tier hardware", "both engines run one vLLM here", "start each node with its own --vllm, or use one release"
+        )
+    if vllm is not None:
+        return as_trees(scenario, trees)
+    for release in (scenario.release, scenario.decode_release or scenario.release):
+        refuse_other_release(trees[0], release, "--tier hardware")
+    return scenario
 
 
 def check_hardware(chosen: Literal["rdma", "xgmi"]) -> None:
@@ -120,13 +144,3 @@ def _end_of(log: Path) -> str:
         or [line for line in lines if line]
     )
     return " | ".join(telling[-_LAST_LINES:])[:400]
-
-
-def check_tree(scenario: Scenario, vllm: str) -> Path | None:
-    """Return the one vLLM that both engines run. Raises TierError if they would need two."""
-    trees = choose(vllm, scenario.release, scenario.decode_release)
-    if trees[0] != trees[1]:
-        raise TierError(
-            "--tier hardware", "both engines run one vLLM here", "start each node with its own --vllm, or use one release"
-        )
-    return trees[0].path
