@@ -31,8 +31,8 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
 
     `faults` are the kinds of fault that it can inject. `features` are those of the swarm whose draws it can act on (None: all),
     `pins` the fields that whatever is drawn for it must have. `takes_vllm`: it runs the vLLM that `--vllm` names.
-    `virtual_time`: its runs have virtual times and a digest, and are the same each time. `hardware`: it needs GPUs and their
-    links to itself.
+    `virtual_time`: its runs have virtual times and a digest, and are the same each time. `policies`: it plays a release by its
+    policies, of which any can be exchanged. `hardware`: it needs GPUs and their links to itself.
     """
 
     faults: frozenset[str]
@@ -40,6 +40,7 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     pins: Mapping[str, Any] = {}
     takes_vllm: bool = False
     virtual_time: bool = False
+    policies: bool = False
     hardware: bool = False
 
 
@@ -114,10 +115,10 @@ def load_tier(name: str) -> Tier:
 
 
 def fault_kinds(scenario: Scenario) -> list[str]:
-    """The kind of each fault of a scenario, in order."""
-    from kvcover.sim.scenario.scenario import fault_of
+    """The kind of each fault of a scenario, in order. Raises InputError for a scenario whose fields hold what they may not."""
+    from kvcover.sim.scenario.scenario import checked, fault_of
 
-    return [fault_of(f"faults[{index}]", given).kind for index, given in enumerate(scenario.faults)]
+    return [fault_of(f"faults[{index}]", given).kind for index, given in enumerate(checked(scenario).faults)]
 
 
 def tiers_that(can: Callable[[Capabilities], bool]) -> list[str]:
@@ -133,6 +134,7 @@ def injecting(kind: str) -> list[str]:
 # What an option of a command asks of the tier, and what a tier lacks that can't use it.
 _OPTIONS: dict[str, tuple[Callable[[Capabilities], bool], str]] = {
     "--vllm": (lambda can: can.takes_vllm, "runs no vLLM"),
+    "--causes": (lambda can: can.policies, "has no policies to flip; `kvcover why --causes` flips the model's"),
     "--trace": (lambda can: can.virtual_time, "keeps no virtual times"),
     "--shrink": (lambda can: can.virtual_time, "gives no two runs that are alike"),
     "--jobs": (lambda can: can.virtual_time, "spreads its runs itself"),

@@ -24,7 +24,7 @@ from kvcover.sim.commands.options import (
 from kvcover.sim.errors import InputError, TierError, nearest
 
 if TYPE_CHECKING:
-    from kvcover.sim.search.explore import Group, Job, Summary
+    from kvcover.sim.search.explore import Exploration, Group, Job
     from kvcover.sim.tiers import Tier
 
 _SHOWN_GROUPS = 20
@@ -71,18 +71,16 @@ def explore(**options: Any) -> None:
         sys.exit(1)
 
 
-def _run_jobs(jobs: Iterator[Job], total: int, options: dict[str, Any]) -> Summary:
+def _run_jobs(jobs: Iterator[Job], total: int, options: dict[str, Any]) -> Exploration:
     """Run on the model, over processes or a cluster."""
-    from kvcover.sim.search.explore import explore as run_jobs
-    from kvcover.sim.search.explore import shrink_groups
+    from kvcover.sim.search.explore import refuse_nonsense, run_jobs, shrink_groups
     from kvcover.sim.search.workers import executor
 
     with executor(_processes(options["jobs"]), options["dask"]) as (pool, workers):
         with _progress(total) as tick:
             budget = math.inf if options["budget"] is None else options["budget"]
             summary = run_jobs(jobs, pool, 2 * workers, budget, tick)
-        if 0 < summary.runs == summary.outcomes.get("invalid", 0):
-            raise InputError("explore", f"no scenario makes sense ({summary.invalid})", "pin less")
+        refuse_nonsense(summary)
         if options["shrinks"]:
             shrink_groups(summary, pool)
     return summary
@@ -112,7 +110,7 @@ def _chosen(options: dict[str, Any]) -> Tier:
     return tier
 
 
-def _run_on_tier(tier: Tier, jobs: Iterator[Job], total: int, options: dict[str, Any]) -> Summary:
+def _run_on_tier(tier: Tier, jobs: Iterator[Job], total: int, options: dict[str, Any]) -> Exploration:
     """Run on a real tier and on the model."""
     from kvcover.sim.search.explore_tier import drafts_of, explore_tier
 
@@ -126,10 +124,8 @@ def _run_on_tier(tier: Tier, jobs: Iterator[Job], total: int, options: dict[str,
 
 def _pins(options: dict[str, Any], tier: Tier) -> dict[str, Any]:
     """Fields that are as given, whatever a seed draws; complains at once about those that can't be."""
-    from kvcover.sim.releases.records import get_release
-    from kvcover.sim.scenario.fabric import get_fabric
-    from kvcover.sim.scenario.routers import get_router
     from kvcover.sim.search.explore_tier import pinned
+    from kvcover.sim.search.swarm import check_pins
 
     pins = scenario_data(None, options)
     if options["mode"] is not None:
@@ -137,28 +133,20 @@ def _pins(options: dict[str, Any], tier: Tier) -> dict[str, Any]:
     for name in ("prefill", "decode"):
         if found := sizes(f"--{name}", options[name]):
             pins[name] = {**(pins.get(name) or {}), **found}
-    built = build_scenario(pins)
-    for place, release in (("release", built.release), ("decode_release", built.decode_release or built.release)):
-        get_release(release, place).overridden(built.overrides)
-    get_router(built.router, built.release)
-    if isinstance(built.fabric, str):
-        get_fabric(built.fabric)
+    check_pins(pins)
     return pinned(tier, pins, options["vllm"])
 
 
 def _seed_jobs(options: dict[str, Any], tier: Tier) -> tuple[Iterator[Job], int]:
     """The jobs of a swarm and how many runs they are; says first what will be drawn."""
     from kvcover.sim.search.explore import seed_jobs
-    from kvcover.sim.search.swarm import Swarm, features_of
+    from kvcover.sim.search.swarm import Swarm, swarm_of
 
-    pins = _pins(options, tier)
     names = [name.strip() for name in options["features"].split(",")] if options["features"] else None
-    features = features_of(names, not options["lite"], not options["no_faults"])
-    if "release" in pins and not names:
-        features = tuple(name for name in features if name != "skew")  # --release is that of both engines
-    if tier.can.features is not None and not names:
-        features = tuple(name for name in features if name in tier.can.features)
-    swarm = Swarm(features=features, pins=pins)
+    swarm = swarm_of(_pins(options, tier), names, not options["lite"], not options["no_faults"])
+    able = tier.can.features
+    if able is not None and not names:
+        swarm = Swarm(features=tuple(name for name in swarm.features if name in able), pins=swarm.pins)
     first, count = options["seed_start"], options["seeds"]
     if not options["as_json"]:
         import json
@@ -166,8 +154,8 @@ def _seed_jobs(options: dict[str, Any], tier: Tier) -> tuple[Iterator[Job], int]
         draft = swarm.draft(first, tier.fit)
         click.echo(f"seeds {first} to {first + count - 1}, {'lite' if options['lite'] else 'full'}")
         click.echo(f"features: {' '.join(swarm.features)}")
-        if pins:
-            click.echo(f"pinned: {json.dumps(pins)}")
+        if swarm.pins:
+            click.echo(f"pinned: {json.dumps(swarm.pins)}")
         click.echo(f"seed {first} draws {', '.join(swarm.drawn(first)) or 'nothing'}: {json.dumps(draft)}")
     return seed_jobs(swarm, first, count), count
 
@@ -198,7 +186,7 @@ def _grid_jobs(options: dict[str, Any], tier: Tier) -> tuple[Iterator[Job], int]
 
 
 @contextmanager
-def _progress(total: int) -> Iterator[Callable[[Summary], None]]:
+def _progress(total: int) -> Iterator[Callable[[Exploration], None]]:
     """A line on stderr with the rate so far, if that is a terminal."""
     if not sys.stderr.isatty():
         yield lambda summary: None
@@ -210,7 +198,7 @@ def _progress(total: int) -> Iterator[Callable[[Summary], None]]:
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("runs", total=total or None)
 
-        def tick(summary: Summary) -> None:
+        def tick(summary: Exploration) -> None:
             rate = summary.runs / max(summary.seconds, 1e-9)
             bar.update(task, completed=summary.runs, description=f"{rate:.0f} runs/s, {summary.failures} failures")
 
@@ -220,7 +208,7 @@ def _progress(total: int) -> Iterator[Callable[[Summary], None]]:
 # -- what came of it ---------------------------------------------------------------------------------------------
 
 
-def _report(summary: Summary, tier: Tier, options: dict[str, Any]) -> None:
+def _report(summary: Exploration, tier: Tier, options: dict[str, Any]) -> None:
     """Write the examples, then say what was found; examples that are shown are those that are written."""
     groups = summary.ranked()
     paths = _write_examples(groups, tier, options) if options["out"] is not None else []
@@ -265,7 +253,7 @@ def _show_group(group: Group, again: str) -> None:
     click.echo(f"    {again}")
 
 
-def _as_json(summary: Summary, groups: list[Group], paths: list[str], tier: Tier, vllm: str | None) -> str:
+def _as_json(summary: Exploration, groups: list[Group], paths: list[str], tier: Tier, vllm: str | None) -> str:
     import json
 
     import msgspec

@@ -21,7 +21,7 @@ def command(file: str, as_json: bool) -> None:
     """
     from kvcover.sim.results.expect import disagreement
     from kvcover.sim.scenario.scenario import load
-    from kvcover.sim.search.explore import stored_digest
+    from kvcover.sim.search.example import stored_digest
     from kvcover.sim.simulate import run
 
     scenario = build_scenario(load(file))

@@ -10,6 +10,8 @@ import click
 
 from kvcover.sim.commands.options import (
     build_scenario,
+    causes_options,
+    check_causes,
     check_output,
     scenario_data,
     scenario_options,
@@ -29,9 +31,17 @@ if TYPE_CHECKING:
 @click.option("--prefill", metavar="tp=N[,dp=N]", help="Size of the prefill engine.")
 @click.option("--decode", metavar="tp=N[,dp=N]", help="Size of the decode engine.")
 @click.option("--trace", metavar="FILE", help="Write every event as a timeline for Perfetto or chrome://tracing.")
+@causes_options
 @scenario_options
 def command(
-    scenario: str | None, mode: str | None, prefill: str | None, decode: str | None, trace: str | None, **options: Any
+    scenario: str | None,
+    mode: str | None,
+    prefill: str | None,
+    decode: str | None,
+    trace: str | None,
+    causes: bool,
+    budget: float | None,
+    **options: Any,
 ) -> None:
     """Run one scenario and say which KV cells decode got, who was told, and why.
 
@@ -48,6 +58,9 @@ def command(
     """
     from kvcover.sim.tiers import load_tier, refuse_options
 
+    check_causes(causes, budget)
+    tier = load_tier(options["tier"])
+    refuse_options(tier, {"--causes": causes, "--trace": trace, "--vllm": options["vllm"]})
     data = scenario_data(scenario, options)
     if mode is not None:
         data["mode"] = mode
@@ -56,9 +69,11 @@ def command(
             data[name] = {**data.get(name, {}), **found}
     built = build_scenario(data)
     check_output(options["output"], scenario, built.model)
-    tier = load_tier(options["tier"])
-    refuse_options(tier, {"--trace": trace, "--vllm": options["vllm"]})
     result = tier.run(built, options["vllm"]) if trace is None else _run_traced(built, trace, scenario, options)
+    if causes:
+        from kvcover.sim.search.causes import explain
+
+        result = explain(built, budget)
     write_output(options["output"], result.to_json() + "\n")
     if options["as_json"]:
         click.echo(result.to_json())

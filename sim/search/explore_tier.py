@@ -23,18 +23,8 @@ from kvcover.sim.releases.records import RELEASES
 from kvcover.sim.results.agreement import differences, view
 from kvcover.sim.results.result import Result
 from kvcover.sim.scenario.scenario import Scenario, Timing, build
-from kvcover.sim.search.explore import (
-    Group,
-    Job,
-    SeedJob,
-    Signature,
-    Summary,
-    example_text,
-    file_text,
-    good,
-    group_of,
-    signature_of,
-)
+from kvcover.sim.search.example import example_text, file_text
+from kvcover.sim.search.explore import Exploration, Group, Job, SeedJob, Signature, good, group_of, signature_of
 from kvcover.sim.search.shrink import Draft
 from kvcover.sim.search.swarm import pin
 from kvcover.sim.simulate import replay_line, run
@@ -79,14 +69,14 @@ def explore_tier(
     drafts: Iterable[tuple[str, Callable[[], Draft]]],
     vllm: str | None = None,
     budget_s: float = math.inf,
-    tick: Callable[[Summary], None] = lambda summary: None,
-) -> Summary:
+    tick: Callable[[Exploration], None] = lambda summary: None,
+) -> Exploration:
     """Run drafts in batches, or those batches that begin within the budget.
 
     What the tier can't run is in `skipped`, by reason. A run that differs from the model is run again, as a busy machine can
     look like a timeout: it is a failure of outcome `differs` if it differs each time, else counted in `varied`.
     """
-    started, digest, summary = time.perf_counter(), hashlib.blake2b(digest_size=16), Summary()
+    started, digest, summary = time.perf_counter(), hashlib.blake2b(digest_size=16), Exploration()
     source = iter(drafts)
     while batch := list(itertools.islice(source, BATCH)):
         if time.perf_counter() > started + budget_s:
@@ -104,7 +94,9 @@ def explore_tier(
     return summary
 
 
-def _runnable(tier: Tier, batch: Sequence[tuple[str, Callable[[], Draft]]], vllm: str | None, summary: Summary) -> Iterator[_Run]:
+def _runnable(
+    tier: Tier, batch: Sequence[tuple[str, Callable[[], Draft]]], vllm: str | None, summary: Exploration
+) -> Iterator[_Run]:
     for name, make in batch:
         summary.runs += 1
         try:
@@ -120,7 +112,7 @@ def _runnable(tier: Tier, batch: Sequence[tuple[str, Callable[[], Draft]]], vllm
             yield _Run(name, draft, scenario)
 
 
-def _skip(summary: Summary, error: TierError) -> None:
+def _skip(summary: Exploration, error: TierError) -> None:
     """Count a draft that was not run; reasons that differ in numbers only are one."""
     reason = f"{error.place}: {error.problem}"
     if error.place != "--vllm":  # a name that the user gave, the same for all drafts
@@ -133,7 +125,7 @@ def _run_all(tier: Tier, runs: list[_Run], vllm: str | None) -> list[Result | Ti
     return tier.many([each.scenario for each in runs], [vllm] * len(runs), keep_errors=True)
 
 
-def _attempt(tier: Tier, runs: list[_Run], vllm: str | None, summary: Summary) -> None:
+def _attempt(tier: Tier, runs: list[_Run], vllm: str | None, summary: Exploration) -> None:
     if not runs:
         return
     for each, result in zip(runs, _run_all(tier, runs, vllm), strict=True):
@@ -144,7 +136,7 @@ def _attempt(tier: Tier, runs: list[_Run], vllm: str | None, summary: Summary) -
         each.differ = against_model(result)
 
 
-def _repeat(tier: Tier, runs: list[_Run], vllm: str | None, summary: Summary) -> None:
+def _repeat(tier: Tier, runs: list[_Run], vllm: str | None, summary: Exploration) -> None:
     """Run again what differs, and believe the run that agrees."""
     if not runs:
         return
@@ -174,7 +166,7 @@ def against_model(real: Result) -> dict[str, list[Any]]:
     return found
 
 
-def _tell(each: _Run, summary: Summary) -> bytes:
+def _tell(each: _Run, summary: Exploration) -> bytes:
     """Count a run and group it if it is a failure; what of it is the same in every exploration."""
     real = each.real
     if real is not None:

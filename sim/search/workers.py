@@ -26,12 +26,25 @@ def executor(processes: int | None, dask: str | None) -> Iterator[tuple[Executor
 
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["kvcover.sim.search.explore"])
-    with ProcessPoolExecutor(workers, mp_context=context) as pool:
+    with _no_code_from_here(), ProcessPoolExecutor(workers, mp_context=context) as pool:
         try:
             yield pool, workers
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
+
+
+@contextmanager
+def _no_code_from_here() -> Iterator[None]:
+    """An interpreter that starts now takes no module from the current folder: the fork server would, even of `kvcover` itself."""
+    before = os.environ.get("PYTHONSAFEPATH")
+    os.environ["PYTHONSAFEPATH"] = "1"
+    try:
+        yield
+    finally:
+        os.environ.pop("PYTHONSAFEPATH")
+        if before is not None:
+            os.environ["PYTHONSAFEPATH"] = before
 
 
 def _cpus() -> int:
