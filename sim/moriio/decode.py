@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from kvcover.sim.cache.ledger import Codes, Copy, Count
 from kvcover.sim.cache.memory import Memory
 from kvcover.sim.errors import PeerRefusal
-from kvcover.sim.kernel.events import ASTRAY, Raised, Short, Stray, Why
+from kvcover.sim.kernel.events import ASTRAY, Counted, Raised, Short, Stray, Why
 from kvcover.sim.moriio.announce import Announcer
 from kvcover.sim.moriio.legs import Leg, mapped_id_of, read_leg, transfer_id_of
 from kvcover.sim.moriio.rank import Rank, Tables
@@ -58,7 +58,9 @@ class DecodeRank(Rank):
         if not isinstance(transfer_id, str):
             return  # the sender refuses to send an id that is no string
         count = self.messages.get(transfer_id, 0) + 1
-        if self.me.release.completion == "all_writers" and count < writers:
+        wanted = writers if self.me.release.completion == "all_writers" else 1
+        self.world.log("write_done", self.name, sender, transfer.index, fields=Counted(wanted))
+        if count < wanted:
             self.messages[transfer_id] = count
             return
         self.messages.pop(transfer_id, None)

@@ -126,6 +126,11 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
         return built
 
 
+def raced(checks: list[Check]) -> bool:
+    """Whether a race was found; not seen is not found."""
+    return any(check.name == "no-race" and check.verdict == "fail" for check in checks)
+
+
 def worst(outcomes: list[str]) -> str:
     """The worst of some outcomes; `vacuous` is decided elsewhere."""
     return max(outcomes, key=OUTCOMES.index, default="ok")
