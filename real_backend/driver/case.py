@@ -316,6 +316,8 @@ class Raised:
     """An exception that left a call on the connector, or ended one of its threads.
 
     `misfit` is the harness's own line that failed, if no line of the connector was running: then it can't drive this vLLM.
+    `broken` is the error, by itself or as the cause of this one, that says the code or the machine is broken: it is no fault
+    of the protocol.
     """
 
     rank: str
@@ -323,6 +325,7 @@ class Raised:
     kind: str
     text: str
     misfit: str = ""
+    broken: str = ""
 
 
 @dataclass(frozen=True, slots=True)

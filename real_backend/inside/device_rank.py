@@ -116,12 +116,14 @@ class DeviceRank(Rank):
         self, case: ConnectorCase, config: EngineConfig, tp_rank: int, ports: dict[Side, Ports], store: Any, device: str
     ) -> None:
         self._store, self._device = store, device
+        # Below the faults, which are put in place next: what is recorded is what was posted. It is also kept: the library
+        # writes into a status until its batch is complete, and a fault may let go of it before.
+        record_posts(importlib.import_module("mori.io"))
         super().__init__(case, config, tp_rank, Path(), ports, 0.0)
 
     def _join_group(self, rendezvous: Path) -> None:
         """Make the TP group a world of its own, as vLLM wants it; `rendezvous` is a file that other nodes can't see."""
         torch: Any = importlib.import_module("torch")
-        record_posts(importlib.import_module("mori.io"))
         name = f"{self._config.side}{self._config.dp_rank}"
         store = torch.distributed.PrefixStore(name, self._store)
         torch.distributed.init_process_group("gloo", store=store, rank=self._tp_rank, world_size=self._size.tp)

@@ -199,38 +199,12 @@ class _NoticeSocket:
         return socket
 
 
-class _Status:
-    """The status of a batch that a fault acts on, with the surface of `mori.io`'s."""
-
-    def __init__(self, code: str, message: str = "") -> None:
-        self._code, self._message = code, message
-
-    def Code(self) -> Any:  # noqa: N802 -- the real library's spelling
-        return importlib.import_module("mori.io").StatusCode[self._code]
-
-    def Message(self) -> str:  # noqa: N802
-        return self._message
-
-    def Init(self) -> bool:  # noqa: N802
-        return False
-
-    def InProgress(self) -> bool:  # noqa: N802
-        return self._code == "IN_PROGRESS"
-
-    def Succeeded(self) -> bool:  # noqa: N802
-        return self._code == "SUCCESS"
-
-    def Failed(self) -> bool:  # noqa: N802
-        return self._code.startswith("ERR")
-
-    def Wait(self) -> Any:  # noqa: N802
-        while self.InProgress():
-            time.sleep(0.0005)
-        return self.Code()
-
-    def become(self, status: Any) -> None:
-        """Take over what another status says."""
-        self._message, self._code = str(status.Message()), str(status.Code().name)
+def _status(code: str, message: str = "") -> Any:
+    """A status that a fault says, of the library's own type: its `WaitAll` takes no other. `mori.io` doesn't export it."""
+    library = importlib.import_module("mori.cpp")
+    status = library.TransferStatus()
+    status.Update(getattr(library.StatusCode, code), message)
+    return status
 
 
 class _Session:
@@ -291,17 +265,17 @@ class _Session:
         if fault.kind == "lose-completion":
             post(lists)
             self._injection.spoilt[batch] = "its completion was lost by a planned fault"
-            return _Status("IN_PROGRESS")
+            return _status("IN_PROGRESS")
         if fault.kind == "early-completion":
             _later(delay_s, lambda: post(lists))
-            return _Status("SUCCESS")
-        status = _Status("IN_PROGRESS")
-        _later(delay_s, lambda: status.become(_finished(post(lists))))
+            return _status("SUCCESS")
+        status = _status("IN_PROGRESS")
+        _later(delay_s, lambda: _become(status, _finished(post(lists))))
         return status
 
-    def _fail(self, batch: _Batch, error: str, message: str) -> _Status:
+    def _fail(self, batch: _Batch, error: str, message: str) -> Any:
         self._injection.spoilt[batch] = message
-        return _Status(error, message)
+        return _status(error, message)
 
 
 def _later(delay_s: float, act: Callable[[], Any]) -> None:
@@ -321,6 +295,11 @@ def _part(lists: _Lists, fraction: float) -> _Lists:
             sizes.append(min(size, left))
             left -= size
     return local, remote, sizes
+
+
+def _become(status: Any, other: Any) -> None:
+    """Let one status say what another says."""
+    status.Update(other.Code(), other.Message())
 
 
 def _finished(status: Any) -> Any:

@@ -7,18 +7,22 @@ as tensor parallelism has.
 
 from __future__ import annotations
 
+import errno
 import importlib
 import logging
 import mmap
 import pickle
+import re
 import sys
 import threading
 import time
 import traceback
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -264,7 +268,7 @@ class _Watch:
         self._notices: list[dict[str, Any]] = []
         self._warnings: list[str] = []
         self.thread_errors: list[Raised] = []
-        handler = _Collector(self._warnings)
+        handler = _Collector(self._warnings, self._logged)
         logger = logging.getLogger("vllm")
         logger.handlers = [handler]
         logger.propagate = False
@@ -309,19 +313,29 @@ class _Watch:
 
     def _thread_died(self, args: threading.ExceptHookArgs) -> None:
         thread = args.thread.name if args.thread else "thread"
-        self.thread_errors.append(Raised(self._name, thread, args.exc_type.__name__, str(args.exc_value)))
+        broken = "" if args.exc_value is None else what_is_broken(args.exc_value)
+        self.thread_errors.append(Raised(self._name, thread, args.exc_type.__name__, str(args.exc_value), broken=broken))
+
+    def _logged(self, where: str, error: BaseException) -> None:
+        """Keep an error that the connector caught and only logged if it says that the code or the machine is broken."""
+        if broken := what_is_broken(error):
+            self.thread_errors.append(Raised(self._name, where, type(error).__name__, str(error), broken=broken))
 
 
 class _Collector(logging.Handler):
-    def __init__(self, into: list[str]) -> None:
+    def __init__(self, into: list[str], on_error: Callable[[str, BaseException], None]) -> None:
         super().__init__(logging.WARNING)
-        self._into = into
+        self._into, self._on_error = into, on_error
 
     def emit(self, record: logging.LogRecord) -> None:
         text = record.getMessage()
+        errors = [each for each in record.args or () if isinstance(each, BaseException)] if isinstance(record.args, tuple) else []
         if record.exc_info and record.exc_info[1] is not None:
             text += f" | {type(record.exc_info[1]).__name__}: {record.exc_info[1]}"
+            errors.append(record.exc_info[1])
         self._into.append(text)
+        if errors and "moriio" in record.pathname:
+            self._on_error(record.funcName, errors[-1])
 
 
 def _decode(message: bytes) -> dict[str, Any]:
@@ -345,11 +359,44 @@ def raised_by(name: str, error: BaseException) -> Raised:
         first = first.__context__
     call = _connector_call(first)
     misfit = where_it_failed(first) if not call and isinstance(first, _MISFITS) else ""
-    return Raised(name, call or "outside the connector", type(first).__name__, str(first), misfit)
+    return Raised(name, call or "outside the connector", type(first).__name__, str(first), misfit, what_is_broken(first))
 
 
 _MISFITS = (AttributeError, TypeError, ImportError, NameError)
 """What a harness meets that calls things which aren't there any more."""
+
+
+_MACHINE = (
+    errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EIO, errno.EROFS,
+    errno.ENOENT, errno.ENODEV, errno.ENXIO,
+)  # fmt: skip
+"""Of files, memory and devices. Not those of addresses and peers: there the connector, or a fault, may have said where to go."""
+
+
+def what_is_broken(error: BaseException) -> str:
+    """Say which error, this one or a cause of it, is of a kind that no protocol makes; empty if there is none.
+
+    A name that is nowhere, a module or a part of one that is missing, no memory, a file or device of the machine, a region
+    that MoRI won't register. A KeyError, an AssertionError, a variable that this path never set are the connector's own.
+    """
+    each: BaseException | None = error
+    while each is not None:
+        missing = isinstance(each, NameError) and not isinstance(each, UnboundLocalError)
+        missing |= isinstance(each, AttributeError) and isinstance(each.obj, ModuleType)
+        number = getattr(each, "errno", None)
+        machine = number in _MACHINE or (isinstance(each, OSError) and number is None and type(each) is OSError)  # dlopen's
+        machine |= isinstance(each, MemoryError) or type(each).__name__ == "OutOfMemoryError"  # torch's is a RuntimeError
+        if missing or machine or isinstance(each, (ImportError, SyntaxError)) or _registration_refused(each):
+            return f"{type(each).__name__}: {each}"
+        each = each.__cause__
+    return ""
+
+
+def _registration_refused(error: BaseException) -> bool:
+    """Whether MoRI wouldn't register a region. That it isn't contiguous is for the connector to see to."""
+    last = traceback.extract_tb(error.__traceback__)[-1:]
+    inside = any(frame.name.startswith("register_") and re.search(r"/mori/io(\.py$|/)", frame.filename) for frame in last)
+    return inside and "contiguous" not in str(error)
 
 
 def where_it_failed(error: BaseException) -> str:

@@ -47,9 +47,9 @@ def user_cache() -> Path:
 
 
 def prepare(tree: Path | None, read_abort_s: float) -> None:
-    """Import vLLM from `tree` in this process, with the stand-in `mori.io` and without a GPU. Call once, before a fork.
+    """Import vLLM from `tree` in this process, with the stand-in `mori.io`. Call once, before a fork.
 
-    `tree` None means the vLLM that is installed.
+    It runs on this machine's memory, and doesn't see what GPUs there are. `tree` None means the vLLM that is installed.
 
     Raises FileNotFoundError if `tree` holds no vLLM with a MoRI-IO connector.
     """
@@ -65,6 +65,10 @@ def prepare(tree: Path | None, read_abort_s: float) -> None:
         GLOO_SOCKET_IFNAME="lo",
         HF_HUB_OFFLINE="1",
         VLLM_NO_USAGE_STATS="1",
+        VLLM_PLUGINS="kvcover",  # loopback/kvcover_platform.py
+        VLLM_TARGET_DEVICE="empty",  # newer releases take `cpu` for an answer, and ask no plugin
+        CUDA_VISIBLE_DEVICES="",
+        HIP_VISIBLE_DEVICES="",
         VLLM_SSM_CONV_STATE_LAYOUT="DS",  # the only one that the connector takes
         VLLM_MORIIO_TRANSFER_TIMEOUT_S=str(math.ceil(read_abort_s)),
     )
@@ -101,6 +105,11 @@ def tree_version(tree: Path) -> str | None:
     """Return the version that a source tree says it is; None for a working copy that doesn't."""
     for folder in sorted(tree.glob("vllm-*.dist-info")):
         return folder.name.removeprefix("vllm-").removesuffix(".dist-info").split("+")[0]
+    return version_file(tree)
+
+
+def version_file(tree: Path) -> str | None:
+    """Return the version in a tree's `vllm/_version.py`, which its build wrote; None if there is none."""
     version = tree / "vllm/_version.py"
     found = (
         re.search(r"""^(?:__version__ = )?version = ['"]([^'"]+)['"]""", version.read_text(), re.M) if version.exists() else None

@@ -27,7 +27,7 @@ from kvcover.real_backend.tiers.drafts import DRAWN, PINS, fit
 from kvcover.real_backend.tiers.report import to_result
 from kvcover.real_backend.tiers.translate import Job, free_mb, to_job
 from kvcover.sim.errors import InputError, TierError
-from kvcover.sim.releases.records import ALIASES, NEWEST, RELEASES
+from kvcover.sim.releases.records import NEWEST
 from kvcover.sim.results.result import Result
 from kvcover.sim.scenario.scenario import Scenario
 
@@ -107,7 +107,7 @@ def _group(scenarios: Sequence[Scenario], vllms: Sequence[str | None]) -> list[_
     groups: dict[tuple[Tree, Tree, float], _Group] = {}
     for index, (scenario, vllm) in enumerate(zip(scenarios, vllms, strict=True)):
         trees = choose(vllm, scenario.release, scenario.decode_release)
-        job = to_job(_as_trees(scenario, trees) if vllm else scenario)
+        job = to_job(as_trees(scenario, trees) if vllm else scenario)
         if job.case.model.layers == 1 and not job.case.model.mla:
             raise TierError("model", "one layer of split K and V can't be run on the connector tier", "use two layers")
         key = (*trees, job.case.timers.read_abort_s)
@@ -115,12 +115,12 @@ def _group(scenarios: Sequence[Scenario], vllms: Sequence[str | None]) -> list[_
     return list(groups.values())
 
 
-def _as_trees(scenario: Scenario, trees: tuple[Tree, Tree]) -> Scenario:
+def as_trees(scenario: Scenario, trees: tuple[Tree, Tree]) -> Scenario:
     """The scenario with the releases that `--vllm` says, as far as the trees know their own and the model knows them."""
-    known = [tree.version if tree.version in RELEASES or tree.version in ALIASES else None for tree in trees]
-    for version, asked in zip(known, (scenario.release, scenario.decode_release), strict=True):
-        if version and asked not in (None, NEWEST) and ALIASES.get(str(asked), asked) != ALIASES.get(version, version):
-            raise InputError("--vllm", f"{version} is not the {asked} that the scenario asks for", "leave out one of the two")
+    known = [tree.release for tree in trees]
+    for tree, asked in zip(trees, (scenario.release, scenario.decode_release), strict=True):
+        if tree.version and asked not in (None, NEWEST) and not tree.is_of(str(asked)):
+            raise InputError("--vllm", f"{tree.version} is not the {asked} that the scenario asks for", "leave out one of the two")
     prefill = known[0] or scenario.release
     decode = known[1] or scenario.decode_release or scenario.release
     return msgspec.structs.replace(scenario, release=prefill, decode_release=None if decode == prefill else decode)

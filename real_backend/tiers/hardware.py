@@ -17,7 +17,8 @@ from typing import Any, Literal
 import msgspec
 
 from kvcover.real_backend.machine.doctor import Place, examine, lacking
-from kvcover.real_backend.machine.trees import choose
+from kvcover.real_backend.machine.trees import choose, refuse_other_release
+from kvcover.real_backend.tiers.connector import as_trees
 from kvcover.real_backend.tiers.translate import refuse_unlike_layers, to_job
 from kvcover.sim.errors import TierError
 from kvcover.sim.results.result import Result
@@ -37,11 +38,38 @@ def transport() -> Literal["rdma", "xgmi"]:
     return "rdma"
 
 
-def hardware_tier(scenario: Scenario, vllm: str | None = None) -> Result:
-    """Run one scenario on this machine's GPUs. Raises TierError naming what is missing; never uses the loopback instead."""
-    chosen = transport()
-    check_hardware(chosen)
-    return launch(scenario, vllm or "installed", ("--transport", chosen))
+class HardwareTier:
+    """Runs one scenario on this machine's GPUs when called."""
+
+    def __call__(self, scenario: Scenario, vllm: str | None = None) -> Result:
+        """Raises TierError naming what is missing; never uses the loopback, or another vLLM, instead."""
+        as_run = self.check(scenario, vllm)
+        return launch(as_run, vllm or "installed", ("--transport", transport()))
+
+    def check(self, scenario: Scenario, vllm: str | None = None) -> Scenario:
+        """Return the scenario as it would run. Raises TierError if it can't be run here."""
+        check_hardware(transport())
+        return as_installed(scenario, vllm)
+
+
+hardware_tier = HardwareTier()
+
+
+def as_installed(scenario: Scenario, vllm: str | None) -> Scenario:
+    """The scenario with the release of the vLLM that `--vllm` gives; without it the installed one must be what it names.
+
+    Raises TierError if the vLLM that would run is another release, or if the engines would need two.
+    """
+    trees = choose(vllm or "installed", scenario.release, scenario.decode_release)
+    if trees[0] != trees[1]:
+        raise TierError(
+            "--tier hardware", "both engines run one vLLM here", "start each node with its own --vllm, or use one release"
+        )
+    if vllm is not None:
+        return as_trees(scenario, trees)
+    for release in (scenario.release, scenario.decode_release or scenario.release):
+        refuse_other_release(trees[0], release, "--tier hardware")
+    return scenario
 
 
 def check_hardware(chosen: Literal["rdma", "xgmi"]) -> None:
@@ -89,13 +117,3 @@ def _end_of(log: Path) -> str:
         or [line for line in lines if line]
     )
     return " | ".join(telling[-_LAST_LINES:])[:400]
-
-
-def check_tree(scenario: Scenario, vllm: str) -> Path | None:
-    """Return the one vLLM that both engines run. Raises TierError if they would need two."""
-    trees = choose(vllm, scenario.release, scenario.decode_release)
-    if trees[0] != trees[1]:
-        raise TierError(
-            "--tier hardware", "both engines run one vLLM here", "start each node with its own --vllm, or use one release"
-        )
-    return trees[0].path

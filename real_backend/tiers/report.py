@@ -220,13 +220,16 @@ class _View:
         return found
 
     def _raised(self) -> list[Finding]:
-        groups: dict[tuple[str, str, str], list[str]] = {}
+        groups: dict[tuple[str, str, str, str], list[str]] = {}
         for each in self._seen.raised:
-            groups.setdefault((each.call, each.kind, each.text), []).append(each.rank)
-        return [
-            Finding(kind="raised", text=f"{span(dict.fromkeys(who))}: {kind} in {call}: {' '.join(text.split())[:300]}", causes=[])
-            for (call, kind, text), who in groups.items()
-        ]
+            groups.setdefault((each.call, each.kind, each.text, each.broken), []).append(each.rank)
+        found = []
+        for (call, kind, text, broken), who in groups.items():
+            causes = ["no fault of the protocol"] if broken else []
+            causes += [f"caused by {broken}"] if broken not in ("", f"{kind}: {text}") else []
+            said = f"{span(dict.fromkeys(who))}: {kind} in {call}: {' '.join(text.split())[:300]}"
+            found.append(Finding(kind="broken" if broken else "raised", text=said, causes=causes))
+        return found
 
     def _stalled(self) -> list[Finding]:
         names = self._seen.stalled

@@ -39,10 +39,11 @@ from kvcover.real_backend.inside import scheduler
 from kvcover.real_backend.inside.device_rank import DeviceRank, prepare_device, suit
 from kvcover.real_backend.inside.rank import raised_by
 from kvcover.real_backend.inside.vllm_setup import ConfigFactory, describe, prepare
-from kvcover.real_backend.machine.trees import choose
+from kvcover.real_backend.machine.trees import Tree, choose, refuse_other_release
 from kvcover.real_backend.tiers.report import to_result
 from kvcover.real_backend.tiers.translate import Job, refuse_unlike_layers, to_job
 from kvcover.sim.errors import InputError, TierError
+from kvcover.sim.releases.records import NEWEST
 from kvcover.sim.scenario.scenario import build, load
 
 _START_LIMIT_S = 300.0
@@ -150,7 +151,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("scenario", help="TOML or JSON file")
     parser.add_argument("-o", "--output", type=Path, required=True, help="file for the result, written by the first rank")
-    parser.add_argument("--vllm", default="installed", help="release, path or installed; of this node")
+    parser.add_argument("--vllm", help="release, path or installed; of this node (default: the installed one, if it is named)")
     parser.add_argument("--transport", choices=("rdma", "xgmi"), default="rdma", help="what MoRI moves bytes by")
     parser.add_argument("--loopback-test", action="store_true", help="test this body on CPU memory: proves nothing of hardware")
     options = parser.parse_args(arguments)
@@ -179,7 +180,7 @@ def _be_rank(options: argparse.Namespace, meeting: Meeting) -> None:
     mine = positions(case)[meeting.rank]
     test = options.loopback_test
     host = own_host(test)
-    tree = choose(options.vllm, scenario.release, scenario.release)[0]
+    tree = _tree(options.vllm, (mine.side == "decode" and scenario.decode_release) or scenario.release)
     with ExitStack() as stack, tempfile.TemporaryDirectory(prefix="kvcover-") as work:
         ports = _agree_on_ports(meeting, case, mine, host, stack)
         if test:
@@ -207,6 +208,14 @@ def _be_rank(options: argparse.Namespace, meeting: Meeting) -> None:
         _serve(meeting, for_ranks, config, mine, ports, device)
         if leader is not None:
             leader.join()
+
+
+def _tree(vllm: str | None, release: str) -> Tree:
+    """The vLLM of this node. Raises TierError if the scenario names another for the engine that is here."""
+    tree = choose(vllm or "installed", release, release)[0]
+    if vllm is None or (tree.version and release != NEWEST):
+        refuse_other_release(tree, release, "torchrun")
+    return tree
 
 
 def _check_faults(case: ConnectorCase) -> None:
@@ -272,8 +281,7 @@ def _mori(transport: str) -> str:
 
 
 def _new_key(meeting: Meeting) -> bytes:
-    key = os.urandom(16)
-    meeting.tell("key", key.hex())
+    meeting.tell("key", (key := os.urandom(16)).hex())
     return key
 
 
@@ -378,8 +386,9 @@ def _drive(case: ConnectorCase, children: Children, path: Path) -> CaseResult:
 
 def _result(options: argparse.Namespace, job: Job, as_run: Job, seen: CaseResult, abouts: list[dict[str, Any]]) -> str:
     infos = (abouts[0], abouts[-1])
-    trees = choose(options.vllm, job.scenario.release, job.scenario.release)
-    result = to_result(as_run, seen, trees, infos, options.vllm)
+    leader = choose(options.vllm or "installed", job.scenario.release, job.scenario.release)[0]
+    decode = replace(leader, version=str(infos[1]["vllm"]))  # perhaps of another node
+    result = to_result(as_run, seen, (leader, decode), infos, options.vllm)
     hosts = {about["host"]: sorted({each["device"] for each in abouts if each["host"] == about["host"]}) for about in abouts}
     backend = {**getattr(result, "backend", {}), "mori": abouts[0]["mori"], "launcher": "torchrun", "hosts": hosts}
     tier = "connector" if options.loopback_test else "hardware"

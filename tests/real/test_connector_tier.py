@@ -122,6 +122,22 @@ def test_a_tree_of_another_release_than_the_scenarios_is_refused(tmp_path: Path,
         connector_tier(build(SMALL | {"release": "0.26.0"}), vllm="0.27.0")
 
 
+def test_a_tree_that_says_two_versions_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVCOVER_CACHE", str(tmp_path))
+    monkeypatch.delenv("KVCOVER_TREES", raising=False)
+    folder = tmp_path / "vllm" / "0.26.0"
+    (folder / MORIIO_FOLDER).mkdir(parents=True)
+    (folder / MORIIO_FOLDER / "moriio_connector.py").touch()
+    (folder / "vllm-0.26.0.dist-info").mkdir()
+    version = folder / "vllm/_version.py"
+    version.write_text("__version__ = version = '0.26.0+empty'\n")
+    assert trees.find("0.26.0").version == trees.find(str(folder)).version == "0.26.0"
+    version.write_text("__version__ = version = '0.33.0'\n")
+    for name in ("0.26.0", str(folder)):
+        with pytest.raises(TierError, match=r"is vLLM 0\.26\.0 by its dist-info, and 0\.33\.0 by its vllm/_version\.py"):
+            trees.find(name)
+
+
 def test_without_a_tree_it_says_what_to_do(kvcover: Any) -> None:
     done = kvcover("run", "--tier", "connector", "--release", "0.27.0")
     assert done.returncode == 2

@@ -18,12 +18,16 @@ import numpy as np
 import pytest
 
 from kvcover.real_backend.driver.case import ConnectorCase, EngineSize, ModelShape
+from kvcover.real_backend.evidence.confirm import confirm
 from kvcover.real_backend.inside.cells import Cells
 from kvcover.real_backend.inside.device_rank import record_posts
+from kvcover.real_backend.inside.vllm_setup import MORIIO_FOLDER
+from kvcover.real_backend.machine import trees
 from kvcover.real_backend.machine.doctor import Line
+from kvcover.real_backend.machine.trees import Tree
 from kvcover.real_backend.tiers import hardware
 from kvcover.real_backend.tiers.hardware import hardware_tier, launch, read_result, transport
-from kvcover.sim.errors import TierError
+from kvcover.sim.errors import InputError, TierError
 from kvcover.sim.results.result import Result
 from kvcover.sim.scenario.scenario import Scenario, build
 
@@ -139,6 +143,96 @@ def test_the_tier_names_every_missing_thing(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(hardware, "examine", lambda _place: lines)
     with pytest.raises(TierError, match=r"RDMA \(no link\); mori \(which\?\)"):
         hardware_tier(scenario("0.33.0"))
+
+
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch) -> list[Scenario]:
+    """The scenarios that would be launched on a machine that has all that the tier needs."""
+    launched: list[Scenario] = []
+
+    def launch(given: Scenario, *_rest: Any) -> Any:
+        launched.append(given)
+
+    monkeypatch.setattr(hardware, "check_hardware", lambda _transport: None)
+    monkeypatch.setattr(hardware, "launch", launch)
+    return launched
+
+
+def install(monkeypatch: pytest.MonkeyPatch, version: str | None) -> None:
+    monkeypatch.setattr(trees, "installed", lambda: Tree(None, version, "installed"))
+
+
+@pytest.mark.parametrize(
+    ("version", "release", "good"),
+    [
+        ("0.26.0", "0.26.0", True),
+        ("0.25.1", "0.25.0", True),  # two names of one connector
+        ("0.27.0", "0.27.1", True),
+        ("0.27.1.dev3", "0.27.0", True),  # as ROCm images have it, without what follows the +
+        ("0.27.0", "0.26.0", False),
+        ("0.26.1.dev350", "0.26.0", False),  # of no release: on its way from 0.26.0 to what may be another connector
+        ("0.27.0", "0.33.0", False),  # the newest is named too, even if only by default
+        (None, "0.27.0", False),
+    ],
+)
+def test_the_installed_vllm_runs_only_as_the_release_that_it_is(
+    monkeypatch: pytest.MonkeyPatch, runs: list[Scenario], version: str | None, release: str, good: bool
+) -> None:
+    install(monkeypatch, version)
+    if good:
+        hardware_tier(scenario(release))
+        assert [each.release for each in runs] == [release]
+    else:
+        with pytest.raises(TierError, match=rf"asked for vLLM {release}, but .* is installed; .* by its folder") as error:
+            hardware_tier(scenario(release))
+        assert "\n" not in str(error.value) and runs == []
+
+
+def test_two_releases_need_two_vllms(monkeypatch: pytest.MonkeyPatch, runs: list[Scenario]) -> None:
+    install(monkeypatch, "0.26.0")
+    with pytest.raises(TierError, match=r"asked for vLLM 0\.27\.0, but 0\.26\.0 is installed"):
+        hardware_tier(scenario("0.26.0", decode_release="0.27.0"))
+    for before, after in (("0.26.0", "0.27.0"), ("0.27.0", "0.26.0")):
+        with pytest.raises(TierError, match=r"asked for vLLM 0\.27\.0, but 0\.26\.0 is installed"):
+            confirm({"prefill": {"tp": 2}, "decode": {"tp": 2}}, before, after, "hardware")
+    assert runs == []  # also where the first of them could have run
+
+
+def test_a_vllm_of_no_release_is_given_by_its_folder(monkeypatch: pytest.MonkeyPatch, runs: list[Scenario], tmp_path: Path) -> None:
+    (tmp_path / MORIIO_FOLDER).mkdir(parents=True)
+    (tmp_path / MORIIO_FOLDER / "moriio_connector.py").touch()
+    (tmp_path / "vllm-0.26.1.dev350+rocm723.dist-info").mkdir()
+    hardware_tier(build({"prefill": {"tp": 2}, "decode": {"tp": 2}}), vllm=str(tmp_path))
+    assert len(runs) == 1
+    with pytest.raises(InputError, match=r"0\.26\.1\.dev350 is not the 0\.26\.0 that the scenario asks for"):
+        hardware_tier(scenario("0.26.0"), vllm=str(tmp_path))
+    (tmp_path / "vllm-0.26.1.dev350+rocm723.dist-info").rename(tmp_path / "vllm-0.26.0.dist-info")
+    hardware_tier(build({"prefill": {"tp": 2}, "decode": {"tp": 2}}), vllm=str(tmp_path))
+    assert runs[-1].release == "0.26.0"  # and its rules with it
+
+
+@pytest.mark.parametrize(
+    ("vllm", "version", "release", "good"),
+    [
+        (None, "0.27.0", "0.27.0", True),
+        (None, "0.27.0", "0.26.0", False),
+        ("installed", "0.27.0", "0.26.0", False),
+        ("installed", "0.34.0.dev1", "0.33.0", True),  # the newest is what a scenario says that names none
+        ("installed", None, "0.26.0", True),  # nothing says what it is but the user
+    ],
+)
+def test_each_node_refuses_a_vllm_that_its_engine_is_not_named_for(
+    monkeypatch: pytest.MonkeyPatch, vllm: str | None, version: str | None, release: str, good: bool
+) -> None:
+    pytest.importorskip("torch", reason="NOT RUN: needs the connector extra")
+    from kvcover.real_backend.tiers.torchrun import _tree
+
+    install(monkeypatch, version)
+    if good:
+        assert _tree(vllm, release).version == version
+    else:
+        with pytest.raises(TierError, match=f"asked for vLLM {release}"):
+            _tree(vllm, release)
 
 
 def test_the_transport_is_rdma_or_xgmi(monkeypatch: pytest.MonkeyPatch) -> None:
