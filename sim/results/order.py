@@ -178,7 +178,11 @@ class _Writes(_Run):
         self._needs: dict[tuple[str, int], bool] = {}
 
     def use(self, flow: Flow, row: Row, go: Row) -> Missing | None:
-        return self._unsettled(flow, row) or (None if self._needed(flow[0], flow[2]) else "count")
+        if missing := self._unsettled(flow, row):
+            return missing
+        source, request = flow[0], flow[2]
+        heard = [when for sender, _, when in self.messages[request] if sender == source]
+        return None if heard and min(heard) <= go[0] and self._needed(source, request) else "count"
 
     def free(self, flow: Flow, row: Row, freed: Row) -> Missing | None:
         if missing := self._unsettled(flow, row):
