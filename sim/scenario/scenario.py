@@ -140,7 +140,7 @@ Outcome = Literal["ok", "refused", "recomputed", "failed", "degraded", "leak", "
 class Expect(_Strict, frozen=True):
     """What `--check` compares the result with; without it, `--check` wants `ok`, `refused` or `recomputed`.
 
-    `race` says whether a race is to be found; left open, `--check` allows none.
+    `race` says whether a race is to be found, on a tier that sees what orders events; left open, `--check` allows none.
     """
 
     outcome: Outcome | None = None
