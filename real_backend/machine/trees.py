@@ -201,7 +201,7 @@ def _verify(partial: Path, release: str, place: str) -> None:
 
 def _pip(release: str, target: Path, place: str, say: Callable[[str], None]) -> None:
     """Let pip build and install; what is worth telling goes to `say`, all of it into a log."""
-    command = [sys.executable, "-m", "pip", "install", "--no-deps", "--no-build-isolation", "--no-binary", "vllm",
+    command = [sys.executable, "-P", "-m", "pip", "install", "--no-deps", "--no-build-isolation", "--no-binary", "vllm",
                "--disable-pip-version-check", "--no-input", "--progress-bar", "off", "--target", str(target),
                f"vllm=={release}"]  # fmt: skip
     environment = os.environ | {"VLLM_VERSION_OVERRIDE": release, "VLLM_TARGET_DEVICE": "empty"}

@@ -1,4 +1,4 @@
-"""The hardware tier: real `mori.io`, NIC or xGMI, and GPU memory. Entry point of `kvcover.tiers`.
+"""The hardware tier: real `mori.io`, NIC or xGMI, and GPU memory.
 
 Every rank of both engines is a process that torchrun started. On one machine `kvcover run --tier hardware` starts torchrun;
 over several nodes it is started on each: see `python -m kvcover.real_backend.tiers.torchrun --help`.
@@ -19,7 +19,7 @@ import msgspec
 from kvcover.real_backend.machine.doctor import Place, examine, lacking
 from kvcover.real_backend.machine.trees import choose, refuse_other_release
 from kvcover.real_backend.tiers.connector import as_trees
-from kvcover.real_backend.tiers.translate import refuse_unlike_layers, to_job
+from kvcover.real_backend.tiers.translate import refuse_unlike_layers, to_trial
 from kvcover.sim.errors import TierError
 from kvcover.sim.results.result import Result
 from kvcover.sim.scenario.scenario import Scenario
@@ -82,17 +82,20 @@ def check_hardware(chosen: Literal["rdma", "xgmi"]) -> None:
 
 def launch(scenario: Scenario, vllm: str, options: tuple[str, ...], limit_s: float = _LIMIT_S) -> Result:
     """Start torchrun on this machine with one process a rank, and read the result that its first rank writes."""
-    job = to_job(scenario)
-    refuse_unlike_layers(job)
-    ranks = job.case.ranks
+    trial = to_trial(scenario)
+    refuse_unlike_layers(trial)
+    ranks = trial.ranks
     with tempfile.TemporaryDirectory(prefix="kvcover-") as work:
         given, written, log = Path(work) / "scenario.json", Path(work) / "result.json", Path(work) / "log"
         given.write_bytes(msgspec.json.encode(scenario))
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
         command += ["-m", "kvcover.real_backend.tiers.torchrun", str(given), "-o", str(written), "--vllm", vllm, *options]
+        environment = os.environ | {"PYTHONSAFEPATH": "1"}  # no module comes from the current folder, as `-m` would have it
         with log.open("wb") as out:
             try:
-                subprocess.run(command, stdout=out, stderr=out, stdin=subprocess.DEVNULL, timeout=limit_s, check=False)
+                subprocess.run(
+                    command, env=environment, stdout=out, stderr=out, stdin=subprocess.DEVNULL, timeout=limit_s, check=False
+                )
             except subprocess.TimeoutExpired:
                 raise TierError("--tier hardware", f"no result after {limit_s:g} s: {_end_of(log)}", "run it again") from None
         if not written.exists():

@@ -17,7 +17,7 @@ from kvcover.sim.results.outcome import (
     times_to_go,
     transfer_times,
 )
-from kvcover.sim.results.races import race_findings
+from kvcover.sim.results.races import find_races
 from kvcover.sim.results.record import Record
 from kvcover.sim.results.result import FaultFired, Result, raced, worst
 
@@ -30,7 +30,7 @@ def judge(record: Record, **told: Any) -> Result:
     sets = sets_of(record, ranks)
     plan = plan_of(record)
     checks = check_all(record.history, plan)
-    races = race_findings(record, plan) if raced(checks) else []
+    races = find_races(record, plan) if raced(checks) else []
     go = [count for course in record.courses for count in course.cells]
     end = [count for course in record.courses for count in course.at_end]
     cells = sum(count.cells for count in go)
@@ -52,7 +52,7 @@ def judge(record: Record, **told: Any) -> Result:
         by_rank=ranks,
         by_request=outcomes,
         sets=sets,
-        findings=[*find(record, ranks, sets), *races],
+        findings=[found.told() for found in [*find(record, ranks, sets), *races]],
         checks=checks,
         faults=faults,
         transfer_ms=percentiles(transfer_times(record)),

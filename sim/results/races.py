@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import defaultdict
 
 from kvcover.sim.releases.policies import POLICIES
+from kvcover.sim.results.chains import Cause, Found, Lever, policy_cause
 from kvcover.sim.results.checkers import Plan
 from kvcover.sim.results.findings import span
 from kvcover.sim.results.order import MISSING, Missing, Race, What, races
 from kvcover.sim.results.record import Record
-from kvcover.sim.results.result import Finding
 
 _WORDS: dict[What, str] = {
     "use": "decode uses blocks of request {whose} that {pairs} moved: {missing}",
@@ -27,7 +27,7 @@ _EDGE: dict[tuple[str, What, Missing], tuple[str, str, str]] = {
 }
 
 
-def race_findings(record: Record, plan: Plan) -> list[Finding]:
+def find_races(record: Record, plan: Plan) -> list[Found]:
     """One finding for each missing edge."""
     grouped: dict[tuple[What, Missing], list[Race]] = defaultdict(list)
     for race in races(record.history, plan):
@@ -35,18 +35,18 @@ def race_findings(record: Record, plan: Plan) -> list[Finding]:
     return [_finding(record, found) for found in grouped.values()]
 
 
-def _finding(record: Record, found: list[Race]) -> Finding:
+def _finding(record: Record, found: list[Race]) -> Found:
     first = found[0]
     sources, targets = span(dict.fromkeys(r.source for r in found)), span(dict.fromkeys(r.target for r in found))
     whose = ", ".join(map(str, sorted({race.request for race in found})))
     text = _WORDS[first.what].format(whose=whose, pairs=f"{sources} → {targets}", missing=MISSING[first.missing])
-    causes = [f"nothing orders {first}"]
+    causes = [Cause(f"nothing orders {first}")]
     edge = _EDGE.get((record.mode, first.what, first.missing))
     if edge is not None:
         side, field, better = edge
         release = (record.setup.prefill if side == "prefill" else record.setup.decode).release
-        name = getattr(release, field)
-        causes.append(f"release {release.name}, {field} = {name}: {POLICIES[field][name].text}")
-        if name != better:
-            causes.append(f"{field} = {better} would order it: {POLICIES[field][better].text}")
-    return Finding(kind="race", text=text, causes=causes)
+        causes.append(policy_cause(release, field))
+        if getattr(release, field) != better:
+            would = f"{field} = {better} would order it: {POLICIES[field][better].text}"
+            causes.append(Cause(would, (Lever("policy", field),)))
+    return Found(kind="race", text=text, causes=causes)

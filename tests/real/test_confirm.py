@@ -19,7 +19,7 @@ import pytest
 from kvcover import build, run
 from kvcover.real_backend.evidence.compare import compare, read_result
 from kvcover.real_backend.evidence.confirm import CONFIRMED, INCONCLUSIVE, NOT_CONFIRMED, confirm, judge
-from kvcover.real_backend.inside.rank import what_is_broken
+from kvcover.real_backend.inside.raising import what_is_broken
 from kvcover.real_backend.inside.vllm_setup import MORIIO_FOLDER
 from kvcover.sim.errors import InputError
 from kvcover.sim.results.result import Finding

@@ -7,7 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -15,13 +15,14 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from kvcover.faults import parse_fault
 from kvcover.faults.events import STATUSES
-from kvcover.real_backend.driver.case import ConnectorCase, EngineSize, FaultPlan, ModelShape
-from kvcover.real_backend.inside.device_rank import DeviceRank, record_posts
+from kvcover.real_backend.driver.trial import Trial
+from kvcover.real_backend.inside.device_worker import DeviceWorker, record_posts
 from kvcover.real_backend.inside.injection import TRANSFER_KINDS, Injection
-from kvcover.real_backend.inside.rank import Rank
 from kvcover.real_backend.inside.vllm_setup import LOOPBACK
+from kvcover.real_backend.inside.worker import Worker
+from kvcover.real_backend.tiers.translate import to_trial
+from kvcover.sim.scenario.scenario import build
 from tests.real import pybind_mori
 
 LISTS = ([0, 64], [64, 0], [64, 64])
@@ -74,10 +75,13 @@ def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         sys.modules.pop(name, None)
 
 
+def trial(*faults: str) -> Trial:
+    return to_trial(build({"model": "layers=1,mla=64+16", "faults": list(faults)}))
+
+
 def session_of(library: Library, book: Path, fault: str) -> tuple[Any, Any]:
     """An engine, and a session on it that lets its batches pass by a fault."""
-    case = ConnectorCase("write", ModelShape(1), EngineSize(1), EngineSize(1), (), plan=FaultPlan((parse_fault(fault),), book))
-    injection = Injection(case, "prefill", "P0", {})
+    injection = Injection(replace(trial(fault), book=book), "prefill", "P0", {})
     injection.wrap_transfers()
     engine = library.new_engine()
     regions = library.describe("prefill:h:1:tp0:dp0", library.local), library.describe("decode:h:1:tp0:dp0", library.remote)
@@ -172,9 +176,8 @@ def test_what_a_fault_holds_back_is_recorded_and_kept_when_it_is_posted(
 ) -> None:
     """The library writes into a status until its batch is complete, so nobody may let go of it before."""
     built: list[bool] = []
-    monkeypatch.setattr(Rank, "__init__", lambda *_args: built.append(hasattr(library.io.IOEngine, "posted")))
-    case = ConnectorCase("write", ModelShape(1), EngineSize(1), EngineSize(1), ())
-    DeviceRank(case, cast(Any, None), 0, {}, None, "cpu")
+    monkeypatch.setattr(Worker, "__init__", lambda *_args: built.append(hasattr(library.io.IOEngine, "posted")))
+    DeviceWorker(trial(), cast(Any, None), 0, {}, None, "cpu")
     assert built == [True]  # there before the rank puts its faults in place
     record_posts(library.io)
     _, session = session_of(library, tmp_path / "book", "early-completion:write,ms=50")
