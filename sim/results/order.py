@@ -1,8 +1,8 @@
 """Races: uses, frees and reuses of blocks that nothing orders after the bytes that the NIC moves into or out of them.
 
-Happens-before over the events of a run, by AXIOMS, and not by their times: which of two events that nothing orders came
-first in this run was up to made-up latencies. Only the last landing of each flow (prefill rank, decode rank, request) is
-looked at, unless a barrier waits layer by layer, as whoever waits for a transfer waits for all of it.
+Happens-before over the events of a run by AXIOMS (`docs/order.md`), and not by their times: which of two events that nothing
+orders came first in this run was up to made-up latencies. Only the last landing of each flow (prefill rank, decode rank,
+request) is looked at, unless a barrier waits layer by layer, as whoever waits for a transfer waits for all of it.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ AXIOMS = (
     Axiom("wait", "a status orders what follows only for the thread that looked at it and went on because of it",
           "moriio_engine.py:waiting_for_transfer_complete; moriio_connector.py:_await_reads_issued_this_step, wait_for_layer_load"),
     Axiom("queue", "on one queue pair batches are over in the order in which they were posted; on several they are not",
-          "InfiniBand, reliable connection; moriio_common.py:qp_per_transfer"),
+          "InfiniBand, reliable connection; qp_per_transfer in moriio_common.py"),
     Axiom("message", "a message is sent before it is received, and those of one sender to one port are received in order",
           "ZMQ; moriio_engine.py:send_notify"),
     Axiom("senders", "messages of different senders are not ordered by the order in which they happen to arrive",
           "ZMQ, fair queueing"),
     Axiom("count", "what happens at the n-th of several messages is after a message only if there are fewer than n without it",
-          "moriio_engine.py:_handle_write_done_message; moriio_common.py:resolve_moriio_transfer_ack; kv_connector/utils.py:"
-          "KVOutputAggregator"),
+          "moriio_engine.py:_handle_write_done_message; moriio_connector.py:resolve_moriio_transfer_ack; KVOutputAggregator in "
+          "kv_connector/utils.py"),
     Axiom("scheduler", "a rank's report is before what its scheduler does with it: it frees blocks, or resumes a request, whose "
           "forward all ranks run after it", "moriio_connector.py:get_finished; vLLM's scheduler, update_from_output"),
     Axiom("timer", "a timer is after what its scheduler had been told when it fired, and after nothing else",
-          "moriio_connector.py:build_connector_meta (the reaper)"),
+          "moriio_connector.py:update_connector_output (the reaper)"),
 )  # fmt: skip
 
 What = Literal["use", "free", "reuse"]
@@ -71,6 +71,8 @@ _SEEN = {
 _UNPROVEN = ("early-completion:", "late-transfer:", "partial-transfer:")
 Flow = tuple[str, str, int]
 """The prefill rank, the decode rank and the request of some landings."""
+Placed = tuple[int, Row]
+"""An event and its place in the history: at one instant, too, one thing is done after another."""
 
 
 class Race(msgspec.Struct, frozen=True, kw_only=True):
@@ -120,13 +122,18 @@ class _Run:
             for event, fired in (history.having(FaultFired, "fault_fired") if self.rows else ())
             if fired.fault.startswith(_UNPROVEN)
         }
-        self.go = _first(history.rows_of("go"))
-        given = history.rows_of("freed")
-        self.freed = _first([row for row in given if row[2].startswith("P")]) | _first(history.rows_of("reaped"))
-        self.given_back = _first([row for row in given if row[2].startswith("D")])
-        self.released: dict[int, list[Row]] = defaultdict(list)
-        for row in history.rows_of("released"):
-            self.released[row[4]].append(row)
+        seen = _SEEN[plan.mode] - {moved}
+        self.events: dict[str, list[Placed]] = {kind: [] for kind in seen}
+        for place, row in enumerate(history.rows if self.rows else ()):
+            if row[1] in seen:
+                self.events[row[1]].append((place, row))
+        self.go = _first(self.events["go"])
+        given = self.events["freed"] + self.events["reaped"]
+        self.freed = _first([placed for placed in given if placed[1][2].startswith("P")])
+        self.given_back = _first([placed for placed in given if placed[1][2].startswith("D")])
+        self.released: dict[int, list[Placed]] = defaultdict(list)
+        for placed in self.events["released"]:
+            self.released[placed[1][4]].append(placed)
 
     def races(self) -> Iterator[Race]:
         """Flow by flow; blocks that are used in a race are reused in one too, which goes without saying."""
@@ -135,29 +142,29 @@ class _Run:
             if flow[1] in self.plan.users[request]:
                 if (go := self.go.get(request)) is not None:
                     if missing := self.use(flow, row, go):
-                        yield _race("use", missing, row, go)
+                        yield _race("use", missing, row, go[1])
                 elif (given := self.given_back.get(request)) is not None and (missing := self.reuse(flow, row, given)):
-                    yield _race("reuse", missing, row, given)
+                    yield _race("reuse", missing, row, given[1])
             if (freed := self.freed.get(request)) is not None and (missing := self.free(flow, row, freed)):
-                yield _race("free", missing, row, freed)
+                yield _race("free", missing, row, freed[1])
 
-    def use(self, flow: Flow, row: Row, go: Row) -> Missing | None:
+    def use(self, flow: Flow, row: Row, go: Placed) -> Missing | None:
         """Which edge is missing from the landing to go."""
         raise NotImplementedError
 
-    def free(self, flow: Flow, row: Row, freed: Row) -> Missing | None:
+    def free(self, flow: Flow, row: Row, freed: Placed) -> Missing | None:
         """Which edge is missing from the landing, which reads prefill's blocks, to where prefill frees them."""
         raise NotImplementedError
 
-    def reuse(self, flow: Flow, row: Row, given: Row) -> Missing | None:
+    def reuse(self, flow: Flow, row: Row, given: Placed) -> Missing | None:
         """Which edge is missing from the landing to where decode gives back the blocks of a request that never went."""
         raise NotImplementedError
 
-    def counted(self, freed: Row) -> bool:
+    def counted(self, freed: Placed) -> bool:
         """Whether prefill freed the blocks because enough of its ranks had reported."""
-        request = freed[4]
-        told = sum(row[0] <= freed[0] for row in self.released[request])
-        return freed[1] == "freed" and told >= len(self.plan.holders[request])
+        place, row = freed
+        reported = sum(each < place for each, _ in self.released[row[4]])
+        return row[1] == "freed" and reported >= len(self.plan.holders[row[4]])
 
 
 class _Writes(_Run):
@@ -165,40 +172,40 @@ class _Writes(_Run):
 
     def __init__(self, history: History, plan: Plan) -> None:
         super().__init__(history, plan, "wrote")
-        self.settled = {(row[2], row[4]): row[0] for row in history.rows_of("settled")}
-        # Of each request: (sender, receiver, when) of what makes a decode rank report, and how many of them it takes.
+        self.settled = {(row[2], row[4]): row[0] for _, row in self.events["settled"]}
+        # Of each request: (sender, receiver, place) of what makes a decode rank report, and how many of them it takes.
         self.messages: dict[int, list[tuple[str, str, int]]] = defaultdict(list)
         self.wanted: dict[tuple[int, str], int] = {}
-        for time_ns, _, rank, sender, request, _, fields in history.rows_of("write_done"):
-            self.messages[request].append((sender, rank, time_ns))
+        for place, (_, _, rank, sender, request, _, fields) in self.events["write_done"]:
+            self.messages[request].append((sender, rank, place))
             self.wanted[request, rank] = fields.wanted if isinstance(fields, Counted) else 1
         self.failures: dict[int, list[tuple[str, str, int]]] = defaultdict(list)
-        for time_ns, _, rank, sender, request, _, _ in history.rows_of("told_failed"):
-            self.failures[request].append((sender, rank, time_ns))
+        for place, (_, _, rank, sender, request, _, _) in self.events["told_failed"]:
+            self.failures[request].append((sender, rank, place))
         self._needs: dict[tuple[str, int], bool] = {}
 
-    def use(self, flow: Flow, row: Row, go: Row) -> Missing | None:
+    def use(self, flow: Flow, row: Row, go: Placed) -> Missing | None:
         if missing := self._unsettled(flow, row):
             return missing
         source, request = flow[0], flow[2]
-        heard = [when for sender, _, when in self.messages[request] if sender == source]
-        return None if heard and min(heard) <= go[0] and self._needed(source, request) else "count"
+        heard = [place for sender, _, place in self.messages[request] if sender == source]
+        return None if heard and min(heard) < go[0] and self._needed(source, request) else "count"
 
-    def free(self, flow: Flow, row: Row, freed: Row) -> Missing | None:
+    def free(self, flow: Flow, row: Row, freed: Placed) -> Missing | None:
         if missing := self._unsettled(flow, row):
             return missing
         source, request = flow[0], flow[2]
         reports = self.released[request]
-        own = [report[0] for report in reports if report[2] == source]
+        own = [place for place, report in reports if report[2] == source]
         if self.counted(freed):
             return None if own and len(reports) - len(own) < len(self.plan.holders[request]) else "count"
-        return None if own and own[0] <= freed[0] else "timer"
+        return None if own and own[0] < freed[0] else "timer"
 
-    def reuse(self, flow: Flow, row: Row, given: Row) -> Missing | None:
+    def reuse(self, flow: Flow, row: Row, given: Placed) -> Missing | None:
         if missing := self._unsettled(flow, row):
             return missing
         source, request = flow[0], flow[2]
-        heard = [when for sender, _, when in (*self.messages[request], *self.failures[request]) if sender == source]
+        heard = [place for sender, _, place in (*self.messages[request], *self.failures[request]) if sender == source]
         if not heard or min(heard) > given[0]:
             return "timer"
         return None if self._needed(source, request) else "count"
@@ -232,34 +239,35 @@ class _Reads(_Run):
 
     def __init__(self, history: History, plan: Plan) -> None:
         super().__init__(history, plan, "read")
-        self.barrier: dict[int, dict[int, int]] = defaultdict(dict)  # by request and layer (-1: all of them), when it ended
+        # By request and layer (-1: all of them), when it ended and at which place.
+        self.barrier: dict[int, dict[int, tuple[int, int]]] = defaultdict(dict)
         self.settled: dict[tuple[str, int], tuple[int, int]] = {}  # by rank and request: when, and for which layer (-1: all)
-        for time_ns, _, actor, _, request, layer, _ in history.rows_of("settled"):
+        for place, (time_ns, _, actor, _, request, layer, _) in self.events["settled"]:
             if actor in plan.users[request]:
                 self.settled[actor, request] = time_ns, layer
             else:
-                self.barrier[request][layer] = time_ns
+                self.barrier[request][layer] = time_ns, place
         self.heard: dict[int, list[tuple[str, str]]] = defaultdict(list)  # of each request: who released which prefill rank
-        for _, _, rank, sender, request, _, _ in history.rows_of("release"):
+        for _, (_, _, rank, sender, request, _, _) in self.events["release"]:
             self.heard[request].append((sender, rank))
         by_layer = {request for request, layers in self.barrier.items() if -1 not in layers}
         self.outrun = {
             (row[2], row[3], row[4])
             for row in (self.rows if by_layer else ())
-            if row[4] in by_layer and row[0] > self.barrier[row[4]].get(row[5], -1)
+            if row[4] in by_layer and row[0] > self.barrier[row[4]].get(row[5], (-1, -1))[0]
         }
 
-    def use(self, flow: Flow, row: Row, go: Row) -> Missing | None:
+    def use(self, flow: Flow, row: Row, go: Placed) -> Missing | None:
         barrier = self.barrier.get(flow[2])
         if barrier is None:
             return "barrier"
         if flow in self.unproven:
             return "status"
         if -1 in barrier:
-            return "status" if row[0] > barrier[-1] else None
+            return "status" if row[0] > barrier[-1][0] else None
         return "barrier" if flow in self.outrun else None
 
-    def free(self, flow: Flow, row: Row, freed: Row) -> Missing | None:
+    def free(self, flow: Flow, row: Row, freed: Placed) -> Missing | None:
         _, target, request = flow
         settled = self.settled.get((target, request))
         if settled is None:
@@ -275,25 +283,25 @@ class _Reads(_Run):
         every, others = self._reports(request, "", freed), self._reports(request, target, freed)
         return None if others < every else "timer"
 
-    def reuse(self, flow: Flow, row: Row, given: Row) -> Missing | None:
+    def reuse(self, flow: Flow, row: Row, given: Placed) -> Missing | None:
         ended = self.barrier.get(flow[2], {}).get(-1)
-        if ended is None or ended > given[0]:
+        if ended is None or ended[1] > given[0]:
             return "wait"
-        return "status" if row[0] > ended or flow in self.unproven else None
+        return "status" if row[0] > ended[0] or flow in self.unproven else None
 
-    def _reports(self, request: int, without: str, freed: Row) -> int:
+    def _reports(self, request: int, without: str, freed: Placed) -> int:
         """How many of prefill's ranks that had reported would have done so without the releases of one decode rank."""
         count = 0
-        for report in self.released[request]:
-            if report[0] <= freed[0]:
+        for place, report in self.released[request]:
+            if place < freed[0]:
                 wanted = report[6].wanted if isinstance(report[6], Counted) else 1
                 count += sum(rank == report[2] and sender != without for sender, rank in self.heard[request]) >= wanted
         return count
 
 
-def _first(rows: list[Row]) -> dict[int, Row]:
-    """The first of some rows of each request."""
-    return {row[4]: row for row in reversed(rows)}
+def _first(events: list[Placed]) -> dict[int, Placed]:
+    """The first of some events of each request."""
+    return {placed[1][4]: placed for placed in reversed(events)}
 
 
 def _race(what: What, missing: Missing, row: Row, event: Row) -> Race:

@@ -153,7 +153,7 @@ def show_result(result: Result) -> None:
     out = console()
     head = Text(f"{result.mode.upper()} {_engine('P', result.prefill)} → {_engine('D', result.decode)}, vLLM {_releases(result)}, "
                 f"{result.model}, {result.router}, {result.tier} tier\n")  # fmt: skip
-    head.append_text(outcome_text(result.outcome)).append(f": {MEANING[result.outcome]}\n")
+    head.append_text(outcome_text(result.outcome)).append(f"{_race(result)}: {MEANING[result.outcome]}\n")
     went = any(check.name == "coverage-at-go" and check.verdict != "unknown" for check in result.checks)
     at_go = f"coverage {fraction(result.coverage)} at go, " if went else "no go; coverage "
     head.append(f"{at_go}{fraction(result.coverage_end)} at the end, "

@@ -177,7 +177,7 @@ class Search:
 
 
 def explain(scenario: Scenario, budget_s: float | None = None) -> Result:
-    """Run a scenario; if it is bad, or left to a race, say of each cause of its findings whether a flip shows it, and what makes the run better.
+    """Run a scenario; if it is bad, or left to a race, say of each cause whether a flip shows it, and what makes it better.
 
     `budget_s`: try pairs of flips too, for so many seconds.
     """

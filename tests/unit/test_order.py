@@ -23,6 +23,7 @@ from kvcover.sim.results.outcome import plan_of
 from kvcover.sim.results.record import Record
 from kvcover.sim.results.result import Result, raced, summarize
 from kvcover.sim.scenario.scenario import Expect
+from kvcover.sim.search.causes import explain
 from kvcover.sim.search.swarm import Swarm, features_of
 from kvcover.sim.simulate import record_of, run_world
 
@@ -328,3 +329,23 @@ def test_check_fails_on_a_race_unless_it_is_expected() -> None:
 def test_every_axiom_has_a_source() -> None:
     assert len({axiom.name for axiom in AXIOMS}) == len(AXIOMS)
     assert all(axiom.text and axiom.source for axiom in AXIOMS)
+
+
+def test_the_page_has_every_axiom() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "order.md").read_text(encoding="utf-8")
+    assert [f"| {axiom.name} | {axiom.text} | {axiom.source} |" in page for axiom in AXIOMS] == [True] * len(AXIOMS)
+
+
+def test_a_flip_shows_the_cause_of_a_race_in_a_run_that_is_ok() -> None:
+    shown = explain(build({"release": "0.27.0", "mode": "read", "fabric": "loopback", "model": "layers=2,mla=64+16"}))
+    assert shown.outcome == "ok"
+    assert shown.remedies
+    heals = [text for remedy in shown.remedies.found if remedy.effect == "heals" for text in remedy.flips]
+    assert any("read_barrier = step" in text for text in heals)
+
+
+def test_a_write_task_that_raises_leaves_others_under_way() -> None:
+    """A layer of states can't be sliced for an unknown size: the first layer is posted, the second raises, and P1 reports."""
+    result, world = run_world(resolve(build(load(FINDINGS / "state-unknown-size.toml"))))
+    assert ("free", "wait") in found(record_of(world))
+    assert "transfer-failed" in {finding.kind for finding in result.findings}
