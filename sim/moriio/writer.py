@@ -226,6 +226,8 @@ class Writer:
             return
         if job.error and job.in_forward:
             return
+        if patient and job.last_land:
+            self.context.log("settled", self.name, request=job.transfer.index)
         if job.error:
             self._close_failed(job)
         else:
