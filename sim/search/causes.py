@@ -2,7 +2,7 @@
 
 What can be flipped: a policy that the run asked, to what another release does; a key of a leg, to what another router sends,
 to the true size, or away; a planned fault, off. It *heals* if the finding is gone and the outcome is `ok`, and *mitigates* if
-the run is better and not good. A refusal is neither, and so is an engine that dies before anything moved.
+the run is better and not good. A refusal is neither, and so is a run that dies or hangs before anything moved.
 
 The search runs on as few of the model's layers as show the same, what heals is proven on all of them.
 """
@@ -74,7 +74,7 @@ def _seen(result: Result) -> Seen:
 
 def effect(before: Seen, after: Seen, kinds: Sequence[str]) -> Effect:
     """What a flip does about the findings of some `kinds`: it heals without any of them, and mitigates without the first."""
-    if after.outcome in ("refused", "vacuous") or (after.outcome == "crash" and before.moved and not after.moved):
+    if after.outcome in ("refused", "vacuous") or (after.outcome in ("crash", "hang") and before.moved and not after.moved):
         return ""
     if after.outcome == "ok" and not any(after.kinds[kind] for kind in kinds):
         return "heals"

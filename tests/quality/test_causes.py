@@ -199,6 +199,7 @@ BEFORE = Seen("corrupt", (8, 8), 0.5, Counter({"wrong-peer": 2, "told-without-da
     (Seen("refused", (1, 1), 0.0, Counter(), False), ""),
     (Seen("vacuous", (0, 0), 1.0, Counter(), True), ""),
     (Seen("crash", (7, 7), 0.0, Counter(), False), ""),  # died before anything moved: a refusal that costs the engine
+    (Seen("hang", (6, 6), 0.0, Counter(), False), ""),
     (Seen("crash", (7, 7), 0.5, Counter({"crash": 1}), True), "mitigates"),
     (Seen("failed", (3, 3), 0.0, Counter(), False), "mitigates"),
     (Seen("corrupt", (8, 8), 0.75, Counter({"wrong-peer": 2}), True), "mitigates"),
