@@ -18,7 +18,6 @@ import msgspec
 
 from kvcover.real_backend.driver.harness import Harness
 from kvcover.real_backend.driver.race import NO_BARRIER, OVERWRITTEN, Race
-from kvcover.real_backend.driver.reports import TrialResult
 from kvcover.real_backend.evidence.observe import Observed, observe, tree_at
 from kvcover.real_backend.evidence.plan import RELEASES, Planned, planned
 from kvcover.sim.results.result import Result
@@ -69,8 +68,8 @@ def _measure(harness: Harness, tree: Path, what: Planned, date: str, show: bool)
     race = runs[0].race
     if race is OVERWRITTEN:
         runs += [run() for _ in range(_REPEATS_OF_A_RACE - 1)]
-        race = None if _never_right([each.seen for each in runs]) else race
-    if what.scenario.mode == "read" and any(request.told for request in runs[0].seen.requests):
+        race = None if _never_right([each.result for each in runs]) else race
+    if what.scenario.mode == "read" and runs[0].seen.record.history.events("told"):
         runs += [run(_SLOW_S)]
         prompt, slow = (_quantities(each.result) for each in runs)
         if (prompt["coverage"], prompt["wrong"]) == (slow["coverage"], slow["wrong"]):
@@ -85,7 +84,7 @@ def _measure(harness: Harness, tree: Path, what: Planned, date: str, show: bool)
     if seen.stalled:
         print(f"    stalled: {seen.stalled}", flush=True)
     if show:
-        for part in (*seen.requests, *seen.ranks):
+        for part in (*seen.record.courses, *seen.ranks):
             print(f"    {part}", flush=True)
     return row
 
@@ -122,15 +121,13 @@ def _row(what: Planned, results: Sequence[Result], race: Race | None, date: str)
     return row | {"origin": "real connector", "date": date}
 
 
-def _never_right(runs: Sequence[TrialResult]) -> bool:
+def _never_right(runs: Sequence[Result]) -> bool:
     """Whether no order of the writers makes a cell right: all repeats agree, nothing is covered and bytes went astray.
 
     Then the writers' layout doesn't fit the reader's, and whoever is last leaves a wrong cell.
     """
-    grades = [tuple(request.coverage for request in seen.requests) for seen in runs]
-    ranks = [rank for request in grades[0] for rank in request]
-    same = all(grade == grades[0] for grade in grades)
-    return same and any(rank.stray for rank in ranks) and not any(rank.covered for rank in ranks)
+    same = all(run.by_rank == runs[0].by_rank for run in runs)
+    return same and bool(runs[0].stray) and not runs[0].coverage
 
 
 def _inputs(scenario: Scenario) -> Row:

@@ -32,6 +32,11 @@ class Cause(msgspec.Struct, frozen=True):
     text: str
     levers: tuple[Lever, ...] = ()
 
+    def told(self, by_model: bool) -> str:
+        """Its words; `by_model`: a policy is the model's word, not something that was seen."""
+        asserted = by_model and any(lever.kind == "policy" for lever in self.levers)
+        return f"as modelled: {self.text}" if asserted else self.text
+
 
 class Found(msgspec.Struct, frozen=True, kw_only=True):
     """A finding whose causes can still be put to the test, nearest cause first."""
@@ -40,9 +45,10 @@ class Found(msgspec.Struct, frozen=True, kw_only=True):
     text: str
     causes: list[Cause]
 
-    def told(self) -> Finding:
-        """As results have it."""
-        return Finding(kind=self.kind, text=self.text, causes=[cause.text for cause in self.causes])
+    def told(self, by_model: bool = False) -> Finding:
+        """As results have it. On a real tier what a release's policy says is only what the model knows of it."""
+        causes = [cause.told(by_model) for cause in self.causes]
+        return Finding(kind=self.kind, text=self.text, causes=causes)
 
 
 def policy_cause(release: ConnectorRelease, field: str) -> Cause:

@@ -108,6 +108,15 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
     def pod(self, dp: int) -> int:
         return dp // self.local_dp
 
+    def engine_name(self, dp: int) -> str:
+        """One DP rank of it: `D1`, or `D` if it has only one."""
+        return self.letter + (str(dp) if self.dp > 1 else "")
+
+    def needed(self, request: Request) -> int:
+        """Cells of a request that one rank needs."""
+        blocks = [request.blocks - skipped for skipped, _ in self.rows(request.prompt_tokens)]
+        return sum(g.geometry.layers * g.shape.planes * g.shape.heads * blocks[g.table] for g in self.groups)
+
     def rank_name(self, dp: int, tp: int) -> str:
         return f"{self.letter}{dp}.{tp}" if self.dp > 1 else f"{self.letter}{tp}"
 
