@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from kvcover.faults import Fault
 from kvcover.real_backend.driver.book import SharedInjector
 from kvcover.real_backend.driver.children import Children
 from kvcover.real_backend.driver.engine import Abort, Engine, Tracked
@@ -221,7 +222,8 @@ class Run:
             index = self._unsent.pop(0)
             if self._mode == "write":
                 self._send_decode(index, {})
-            self._send("prefill", self._requests[index].prefill_dp, index, dict(self._trial.legs[index].prefill))
+            legs = self._trial.legs[index]
+            self._send("prefill", self._requests[index].prefill_dp, index, dict(legs.prefill), legs.changed)
 
     def _restart_due(self, now_s: float) -> None:
         """End engines whose restart begins, and start those anew whose restart ends."""
@@ -272,9 +274,9 @@ class Run:
             self._send_decode(index, response)
 
     def _send_decode(self, index: int, response: Params) -> None:
-        self._send("decode", self._requests[index].decode_dp, index, self._trial.legs[index].decode(response))
+        self._send("decode", self._requests[index].decode_dp, index, *self._trial.legs[index].decode(response))
 
-    def _send(self, role: Role, dp: int, index: int, leg: Params) -> None:
+    def _send(self, role: Role, dp: int, index: int, leg: Params, changed: list[Fault]) -> None:
         off = self._trial.legs[index].ports_off
         named = [(self._ports[each], off.get(each, 0)) for each in ROLES]
         addresses = [replace(ports, handshake=ports.handshake + by, notify=ports.notify + by).zmq_address for ports, by in named]
@@ -284,6 +286,8 @@ class Run:
             self.transfer_ids[index].add(repr(f"sidecar-{request_id}"))  # what newer releases make of a missing one
             if "transfer_id" in leg:
                 self.transfer_ids[index].add(repr(leg["transfer_id"]))
+        for changing in changed:
+            self.journal.log("fault_fired", "router", role, index, fields=FaultFired(str(changing), "params"))
         self.legs[index, role] = leg
         self.journal.log("leg_sent", "router", role, index, fields=LegSent(leg))
         delay_s = 0.0

@@ -84,6 +84,8 @@ class RankReport:
     warnings: tuple[str, ...] = ()
     bound: tuple[tuple[int, int], ...] = ()
     dialled: tuple[tuple[int, int], ...] = ()
+    acted: tuple[tuple[int, str, str, str, int, int], ...] = ()
+    """When which planned fault acted here, at which point, and its receiver, request and layer."""
     last_step: str = ""
     """What it did last, or where it stands if it never came back."""
 

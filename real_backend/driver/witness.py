@@ -13,7 +13,7 @@ from kvcover.real_backend.driver.processes import Child
 from kvcover.real_backend.driver.reports import Raised, RankReport, Seen
 from kvcover.real_backend.driver.trial import ROLES, EngineKey, Trial
 from kvcover.sim.cache.ledger import Count
-from kvcover.sim.kernel.events import ASTRAY, Dial, Failed, Listener, Message, Stray, Stuck
+from kvcover.sim.kernel.events import ASTRAY, Dial, Failed, FaultFired, Listener, Message, Stray, Stuck
 from kvcover.sim.kernel.history import History, Row
 from kvcover.sim.results.record import Course, EngineEnd, Record
 from kvcover.sim.scenario.dispatch import Params
@@ -65,7 +65,7 @@ def conclude(evidence: Evidence, seconds: float, event_faults: tuple[int, ...]) 
     rows += [(last, "stuck", name, "", -1, -1, Stuck(True, reports[name].last_step)) for name in stalled]
     record = Record(
         tier="connector",
-        setup=trial.setup,
+        setup=trial.as_timed(),
         history=_history(rows),
         courses=tuple(_course(evidence, request, reports, at_end[request.index]) for request in trial.setup.requests),
         engines=tuple(_engine_end(evidence, key) for key in evidence.engines),
@@ -94,7 +94,7 @@ def not_started(trial: Trial, raised: list[Raised], missing: list[str], seconds:
     )  # fmt: skip
     record = Record(
         tier="connector",
-        setup=setup,
+        setup=trial.as_timed(),
         history=_history(rows),
         courses=tuple(courses),
         engines=tuple(ends),
@@ -141,6 +141,8 @@ def _rank_rows(evidence: Evidence, reports: Mapping[str, RankReport], at_end: Ma
             owner = evidence.owners.get(port, "")
             if owner[:1] != rank.name[:1]:
                 yield at, "dialled" if owner else "dial_dead", rank.name, owner, -1, -1, Dial(port)
+        for at, fault, point, receiver, request, layer in rank.acted:
+            yield at, "fault_fired", rank.name, receiver, request, layer, FaultFired(fault, point)
         for at, notice in rank.notices:
             if (row := _notice_row(evidence, rank.name, at, notice)) is not None:
                 yield row

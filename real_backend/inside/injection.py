@@ -44,6 +44,8 @@ class Injection:
         self.dialled: list[tuple[int, int]] = []
         self.spoilt: dict[tuple[str, str, int], tuple[int, str]] = {}
         """When and how a fault spoilt the last batch of a kind, to a peer, from an address."""
+        self.acted: list[tuple[int, str, str, str, int, int]] = []
+        """When which fault acted, at which point, and its receiver, request and layer."""
         self.layers: list[tuple[int, int]] = []
         """Address and bytes of each layer's cache."""
         self.owners: dict[int, str] = {}
@@ -72,8 +74,12 @@ class Injection:
         engine.create_session = create_session
 
     def acting(self, point: str, target: str, sender: str, receiver: str, request: int, layer: int = -1) -> list[EventFault]:
-        """The faults that act on this event."""
-        return [] if self._injector is None else self._injector.event(point, target, sender, receiver, request, layer)
+        """The faults that act on this event; they are noted."""
+        if self._injector is None:
+            return []
+        faults = self._injector.event(point, target, sender, receiver, request, layer)
+        self.acted += [(time.monotonic_ns(), str(fault), point, receiver, request, layer) for fault in faults]
+        return faults
 
     def failed(self) -> list[Batch]:
         """Which batches a fault failed, or left without a completion; not those that were posted again with success."""

@@ -276,6 +276,7 @@ class _Watch:
             warnings=tuple(self._warnings),
             bound=tuple(self._injection.bound),
             dialled=tuple(self._injection.dialled),
+            acted=tuple(self._injection.acted),
         )
 
     def _thread_died(self, args: threading.ExceptHookArgs) -> None:

@@ -581,7 +581,7 @@ def _held(record: Record, explained: bool) -> list[Found]:
         kinds = {"expired": "the deferral timer of", "reaped": "the scheduler's timer of"}
         grouped = {kind: span(dict.fromkeys(e.actor for e in timer if e.kind == kind)) for kind in kinds}
         text = "; ".join(f"{kinds[kind]} {names} fired" for kind, names in grouped.items() if names)
-        held_s = record.setup.scenario.timers.defer_timeout_s
+        held_s = record.setup.defer_timeout_ns / 1e9
         findings.append(
             Found(kind="held-until-timer", text=f"{text}: prefill's blocks were held for {held_s:g} s",
                   causes=[] if explained else _fired_at(record))
