@@ -17,7 +17,7 @@ class FaultSyntaxError(ValueError):
 
 
 class FaultKind(msgspec.Struct, frozen=True):
-    """One row of `kvcover faults`: how to write it, the point where it acts, the tiers that can, and who saw it.
+    """One row of `kvcover faults`: how to write it, the point where it acts, and who saw it.
 
     `params` are the parameters that it takes besides its target.
     """
@@ -25,7 +25,6 @@ class FaultKind(msgspec.Struct, frozen=True):
     name: str
     syntax: str
     point: str
-    tiers: tuple[str, ...]
     text: str
     report: str
     params: tuple[str, ...] = ()

@@ -24,19 +24,18 @@ LEGS: tuple[Leg, Leg] = ("prefill", "decode")
 _MOST = 10**18  # what a peer reads into 64 bits
 
 
-_EVERY = ("model", "connector", "hardware")
 _WHERE = "[@LEG][#REQUEST[+]]"
 KEY_KINDS: dict[str, FaultKind] = {
     kind.name: kind
     for kind in (
-        FaultKind("drop", f"drop:KEY{_WHERE}", "params", _EVERY, "the key is missing", "vllm#47764, router#192"),
-        FaultKind("set", f"set:KEY=JSON{_WHERE}", "params", _EVERY, "the key has another value (any JSON)",
+        FaultKind("drop", f"drop:KEY{_WHERE}", "params", "the key is missing", "vllm#47764, router#192"),
+        FaultKind("set", f"set:KEY=JSON{_WHERE}", "params", "the key has another value (any JSON)",
                   "ray#63951, router 0.1.15"),
-        FaultKind("rename", f"rename:KEY=NEW{_WHERE}", "params", _EVERY, "the value is sent under another name",
+        FaultKind("rename", f"rename:KEY=NEW{_WHERE}", "params", "the value is sent under another name",
                   "vllm#46332, vllm#47764"),
-        FaultKind("swap", f"swap:KEY{_WHERE}", "params", _EVERY, "the key has the value that the other leg was to have",
+        FaultKind("swap", f"swap:KEY{_WHERE}", "params", "the key has the value that the other leg was to have",
                   "vllm#41211, llm-d-router#1564"),
-        FaultKind("stale", f"stale:KEY{_WHERE}", "params", _EVERY, "the key has the value of the request before, on the same leg",
+        FaultKind("stale", f"stale:KEY{_WHERE}", "params", "the key has the value of the request before, on the same leg",
                   "vllm#52234, vllm#51681"),
     )
 }  # fmt: skip

@@ -29,7 +29,7 @@ COMMANDS = {
     "why": "kvcover.sim.commands.why:command",
     "corpus": "kvcover.sim.commands.corpus:command",
     "explore": "kvcover.sim.commands.explore:explore",
-    "replay": "kvcover.sim.commands.explore:replay",
+    "replay": "kvcover.sim.commands.replay:command",
     "vllm": "kvcover.real_backend.commands.vllm:command",
     "vllm-tests": "kvcover.real_backend.commands.vllm_tests:command",
     "confirm": "kvcover.real_backend.commands.confirm:command",

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import shlex
 import time
+from collections.abc import Sequence
 
 import msgspec
 
+from kvcover.faults import KINDS
 from kvcover.sim.cache.ledger import Count
-from kvcover.sim.errors import InputError
+from kvcover.sim.errors import TierError
 from kvcover.sim.moriio.transfer import Transfer
 from kvcover.sim.results.judge import judge
 from kvcover.sim.results.record import Course, EngineEnd, Record
 from kvcover.sim.results.result import Result
 from kvcover.sim.scenario.scenario import Scenario, fault_of
 from kvcover.sim.scenario.setup import Setup, resolve
+from kvcover.sim.tiers import Capabilities, Tier
 from kvcover.sim.world import World
 
 
@@ -31,11 +34,25 @@ def run(scenario: Scenario) -> Result:
     return run_world(resolve(scenario))[0]
 
 
-def model_tier(scenario: Scenario, vllm: str | None = None) -> Result:
-    """The model tier, which needs no vLLM and so refuses to be given one."""
-    if vllm is not None:
-        raise InputError("--vllm", f"{vllm!r} says nothing to the model tier", "use --tier connector, or --release")
-    return run(scenario)
+class ModelTier(Tier):
+    """The model: everything is simulated, in virtual time, so that it runs anywhere and each run is the same."""
+
+    name = "model"
+    can = Capabilities(faults=frozenset(KINDS), virtual_time=True, policies=True)
+
+    def _run_all(
+        self, scenarios: Sequence[Scenario], vllms: Sequence[str | None], keep_errors: bool
+    ) -> Sequence[Result | TierError]:
+        from kvcover.sim.results.show import progress  # rich, which a single run does not need
+
+        setups = [resolve(scenario) for scenario in scenarios]
+        return [run_world(setup)[0] for setup in progress(setups, "runs")]
+
+    def _check(self, scenario: Scenario, vllm: str | None) -> None:
+        resolve(scenario)
+
+
+model_tier = ModelTier()
 
 
 def run_world(setup: Setup) -> tuple[Result, World]:

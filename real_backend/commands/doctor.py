@@ -9,11 +9,13 @@ from typing import Literal
 
 import click
 
-from kvcover.sim.errors import InputError, nearest
+from kvcover.sim.commands.options import tier_option
+from kvcover.sim.errors import TierError, nearest
+from kvcover.sim.tiers import TIERS
 
 
 @click.command("doctor")
-@click.option("--tier", default="connector", show_default=True, metavar="T", help="model, connector, engine or hardware.")
+@tier_option("What is to run", default="connector")
 @click.option("--peer", metavar="HOST:PORT", help="Also see whether something answers there.")
 @click.option("--transport", type=click.Choice(["rdma", "xgmi"]), default="rdma", show_default=True, help="What MoRI moves by.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of lines.")
@@ -22,10 +24,10 @@ def command(tier: str, peer: str | None, transport: Literal["rdma", "xgmi"], as_
 
     Exit code 0 if the tier can run here, 1 if not.
     """
-    from kvcover.real_backend.machine.doctor import TIERS, Place, examine, lacking, parse_peer
+    from kvcover.real_backend.machine.doctor import Place, examine, lacking, parse_peer
 
     if tier not in TIERS:
-        raise InputError("--tier", f"no tier {tier!r}", nearest(tier, TIERS))
+        raise TierError("--tier", f"no tier {tier!r}", nearest(tier, TIERS))
     if peer is not None:
         parse_peer(peer)
     lines = examine(Place(peer=peer, transport=transport))

@@ -9,6 +9,7 @@ from pathlib import Path
 import click
 
 from kvcover.sim.errors import TierError
+from kvcover.sim.releases.records import NEWEST
 
 
 @click.group("vllm")
@@ -46,7 +47,7 @@ def list_() -> None:
         size = f"{trees.folder_mb(tree.path):5} MB" if tree.path and tree.kind == "cache" else " " * 8
         click.echo(f"{tree.version or 'unknown':12} {tree.kind:12} {size}  {tree.path or '--vllm installed'}")
     if not known:
-        click.echo("no vLLM here; get one with `kvcover vllm add 0.33.0`")
+        click.echo(f"no vLLM here; get one with `kvcover vllm add {NEWEST}`")
 
 
 @command.command("remove")

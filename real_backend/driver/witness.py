@@ -21,8 +21,12 @@ from kvcover.sim.scenario.setup import Request
 
 KILLED = "killed by a planned fault"
 """The last step of a rank that can't be asked any more."""
-UNSEEN = frozenset({"landing", "undelivered"})
-"""When bytes arrive, and what waits in sockets, nobody sees in a real run."""
+OBSERVED = frozenset(
+    ("leg_sent", "fault_fired", "bound", "dialled", "dial_dead", "blocks_ready", "poisoned", "wrote", "read", "transfer_failed",
+     "told", "told_failed", "release", "released", "allocated", "freed", "reaped", "aborted", "recompute", "go", "short", "stray",
+     "ended", "request_failed", "crashed", "stuck", "restarted", "lost")
+)  # fmt: skip
+"""What a real run shows. When bytes arrive, what waits in sockets and what a thread waited for, nobody sees."""
 NOBODY = ""
 """Who wrote what is there: a rank that can't be asked any more."""
 
@@ -72,7 +76,7 @@ def conclude(evidence: Evidence, seconds: float, event_faults: tuple[int, ...]) 
         legs=evidence.legs,
         fired=tuple(keys + events for keys, events in zip(trial.keys.fired, event_faults, strict=True)),
         stray=sum(stray.values()),
-        unseen=UNSEEN,
+        observed=OBSERVED,
     )
     raised = [raised for engine in engines for raised in engine.raised]
     return Seen(record, tuple(reports.values()), (*raised, *of_threads), stalled, seconds)
@@ -101,7 +105,7 @@ def not_started(trial: Trial, raised: list[Raised], missing: list[str], seconds:
         legs={},
         fired=tuple(keys + events for keys, events in zip(trial.keys.fired, event_faults, strict=True)),
         stray=None,
-        unseen=UNSEEN,
+        observed=OBSERVED,
     )
     return Seen(record, (), tuple(raised), tuple(missing), seconds)
 

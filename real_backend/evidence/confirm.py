@@ -12,14 +12,12 @@ from typing import Any
 import msgspec
 
 from kvcover.real_backend.machine.environment import environment
-from kvcover.real_backend.tiers.connector import ConnectorTier
-from kvcover.real_backend.tiers.hardware import HardwareTier
 from kvcover.sim.errors import InputError
 from kvcover.sim.releases.records import ALIASES, RELEASES
 from kvcover.sim.results.result import GOOD, MEANING, Result
 from kvcover.sim.scenario.routers import get_router
 from kvcover.sim.scenario.scenario import Scenario, build
-from kvcover.sim.tiers import load_tier
+from kvcover.sim.tiers import Tier, load_tier
 
 CONFIRMED, NOT_CONFIRMED, INCONCLUSIVE = "CONFIRMED", "NOT CONFIRMED", "INCONCLUSIVE"
 
@@ -77,9 +75,9 @@ def confirm(data: Mapping[str, Any], before: str, after: str, tier: str) -> Conf
     if str(pinned.get("router", "toy-proxy")) == "toy-proxy":  # the same router for both, whatever came with each
         first = next((name for name in (before, after) if _known(name)), None)
         pinned["router"] = get_router("toy-proxy", first or build({}).release).name
-    scenarios = [_scenario(pinned, option, text, tier) for option, text in (("--before", before), ("--after", after))]
-    vllms = [None if _known(text) else text for text in (before, after)]
-    results = _run(scenarios, vllms, tier)
+    chosen = load_tier(tier)
+    scenarios = [_scenario(pinned, option, text, chosen) for option, text in (("--before", before), ("--after", after))]
+    results = chosen.many(scenarios, [None if _known(text) else text for text in (before, after)])
     verdict, reason = judge(*results)
     bare = msgspec.to_builtins(scenarios[0])
     for name in ("release", "decode_release"):
@@ -92,24 +90,12 @@ def _known(text: str) -> bool:
     return text in RELEASES or text in ALIASES
 
 
-def _scenario(data: Mapping[str, Any], option: str, text: str, tier: str) -> Scenario:
+def _scenario(data: Mapping[str, Any], option: str, text: str, tier: Tier) -> Scenario:
     if _known(text):
         return build({**data, "release": text})
-    if tier == "model":
-        raise InputError(option, f"the model tier has no release {text!r}", "see `kvcover releases`")
+    if not tier.can.takes_vllm:
+        raise InputError(option, f"the {tier.name} tier has no release {text!r}", "see `kvcover releases`")
     return build(data)
-
-
-def _run(scenarios: list[Scenario], vllms: list[str | None], tier: str) -> tuple[Result, Result]:
-    run = load_tier(tier)
-    if isinstance(run, ConnectorTier):
-        first, second = run.many(scenarios, vllms=vllms)
-        return first, second
-    if isinstance(run, HardwareTier):
-        for scenario, vllm in zip(scenarios, vllms, strict=True):
-            run.check(scenario, vllm)  # before minutes are spent on the first of them
-    first, second = (run(scenario, vllm=vllm) for scenario, vllm in zip(scenarios, vllms, strict=True))
-    return first, second
 
 
 def judge(before: Result, after: Result) -> tuple[str, str]:

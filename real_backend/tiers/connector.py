@@ -24,13 +24,14 @@ from kvcover.real_backend.driver.harness import Harness
 from kvcover.real_backend.driver.reports import Seen
 from kvcover.real_backend.driver.trial import Limits, Trial
 from kvcover.real_backend.machine.trees import Tree, check_machine, choose
-from kvcover.real_backend.tiers.drafts import DRAWN, PINS, fit
+from kvcover.real_backend.tiers.declared import DRAWN, INJECTED, PINS, fit
 from kvcover.real_backend.tiers.report import to_result
 from kvcover.real_backend.tiers.translate import free_mb, memory_mb, to_trial
 from kvcover.sim.errors import InputError, TierError
 from kvcover.sim.releases.records import NEWEST
 from kvcover.sim.results.result import Result
 from kvcover.sim.scenario.scenario import Scenario
+from kvcover.sim.tiers import Capabilities, Tier
 
 _RANKS_A_CORE = 8
 _WORKERS = 32
@@ -46,44 +47,23 @@ class _Shared:
     trials: dict[int, Trial]
 
 
-class ConnectorTier:
-    """Runs one scenario when called, or `many`; `attempt`, `check`, `fit`, `features` and `pins` are for exploration."""
+class ConnectorTier(Tier):
+    """Real code, real bytes, the loopback's `mori.io`: what acts on the router's legs, sockets, batches and processes."""
 
-    features = DRAWN
-    pins = PINS
-
-    def __call__(self, scenario: Scenario, vllm: str | None = None) -> Result:
-        return self.many([scenario], vllm=vllm)[0]
-
-    def many(
-        self, scenarios: Sequence[Scenario], vllm: str | None = None, vllms: Sequence[str | None] | None = None
-    ) -> list[Result]:
-        """One result a scenario, in order. `vllms` has what `--vllm` says for each; `vllm` is for all.
-
-        Whatever can't be run is refused before anything starts.
-        """
-        chosen = list(vllms) if vllms is not None else [vllm] * len(scenarios)
-        results = []
-        for result in self._run(scenarios, chosen, go_on=False):
-            assert isinstance(result, Result)
-            results.append(result)
-        return results
-
-    def attempt(self, scenarios: Sequence[Scenario], vllm: str | None = None) -> list[Result | TierError]:
-        """As `many`, but what went wrong in one run takes its place, and the others go on."""
-        return self._run(scenarios, [vllm] * len(scenarios), go_on=True)
-
-    def check(self, scenario: Scenario, vllm: str | None = None) -> None:
-        """Raise TierError if the scenario can't be run here."""
-        _group([scenario], [vllm])
+    name = "connector"
+    can = Capabilities(faults=INJECTED, features=DRAWN, pins=PINS, takes_vllm=True)
 
     def fit(self, draft: dict[str, Any]) -> None:
-        """Leave out or round what this tier can't do, as far as that leaves the draft the same kind of scenario."""
         fit(draft)
 
-    def _run(self, scenarios: Sequence[Scenario], chosen: list[str | None], *, go_on: bool) -> list[Result | TierError]:
+    def _check(self, scenario: Scenario, vllm: str | None) -> None:
+        _group([scenario], [vllm])
+
+    def _run_all(
+        self, scenarios: Sequence[Scenario], vllms: Sequence[str | None], keep_errors: bool
+    ) -> Sequence[Result | TierError]:
         check_machine()
-        groups = _group(scenarios, chosen)
+        groups = _group(scenarios, vllms)
         results: dict[int, Result | TierError] = {}
         with _progress(len(scenarios)) as progress, tempfile.TemporaryDirectory(prefix="kvcover-") as work:
             harnesses: list[Harness] = []
@@ -91,7 +71,7 @@ class ConnectorTier:
                 for group in groups[:2]:
                     harnesses.append(_start(group, Path(work)))
                 for position, group in enumerate(groups):
-                    results |= _run_group(group, harnesses[position], chosen, progress, go_on)
+                    results |= _run_group(group, harnesses[position], vllms, progress, keep_errors)
                     harnesses[position].close()
                     if position + 2 < len(groups):
                         harnesses.append(_start(groups[position + 2], Path(work)))
@@ -136,7 +116,7 @@ def _start(group: _Shared, work: Path) -> Harness:
 
 
 def _run_group(
-    group: _Shared, harness: Harness, vllms: list[str | None], progress: _Bar, go_on: bool
+    group: _Shared, harness: Harness, vllms: Sequence[str | None], progress: _Bar, keep_errors: bool
 ) -> dict[int, Result | TierError]:
     progress.say(f"importing vLLM {group.trees[0].name}")
     infos = (harness.info("prefill"), harness.info("decode"))
@@ -158,7 +138,7 @@ def _run_group(
                 try:
                     results[index] = to_result(group.trials[index], future.result(), group.trees, infos, vllms[index])
                 except TierError as error:
-                    if not go_on:
+                    if not keep_errors:
                         raise
                     results[index] = error
                 progress.advance()

@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,10 +20,12 @@ import msgspec
 from kvcover.real_backend.machine.doctor import Place, examine, lacking
 from kvcover.real_backend.machine.trees import choose, refuse_other_release
 from kvcover.real_backend.tiers.connector import as_trees
+from kvcover.real_backend.tiers.declared import DRAWN, INJECTED, fit
 from kvcover.real_backend.tiers.translate import refuse_unlike_layers, to_trial
 from kvcover.sim.errors import TierError
 from kvcover.sim.results.result import Result
 from kvcover.sim.scenario.scenario import Scenario
+from kvcover.sim.tiers import Capabilities, Tier
 
 _LIMIT_S = 900.0
 _LAST_LINES = 3
@@ -38,21 +41,45 @@ def transport() -> Literal["rdma", "xgmi"]:
     return "rdma"
 
 
-class HardwareTier:
-    """Runs one scenario on this machine's GPUs when called."""
+class HardwareTier(Tier):
+    """This machine's GPUs, one torchrun after another. It never uses the loopback instead."""
 
-    def __call__(self, scenario: Scenario, vllm: str | None = None) -> Result:
-        """Raises TierError naming what is missing; never uses the loopback, or another vLLM, instead."""
-        as_run = self.check(scenario, vllm)
-        return launch(as_run, vllm or "installed", ("--transport", transport()))
+    name = "hardware"
+    # torchrun ends all ranks when one is missing, so none of them may die or come late.
+    can = Capabilities(
+        faults=INJECTED - {"crash-rank", "restart-rank", "late-rank"}, features=DRAWN, takes_vllm=True, hardware=True
+    )
 
-    def check(self, scenario: Scenario, vllm: str | None = None) -> Scenario:
-        """Return the scenario as it would run. Raises TierError if it can't be run here."""
-        check_hardware(transport())
-        return as_installed(scenario, vllm)
+    def fit(self, draft: dict[str, Any]) -> None:
+        fit(draft)
+
+    def _check(self, scenario: Scenario, vllm: str | None) -> None:
+        _as_run(scenario, vllm)
+
+    def _run_all(
+        self, scenarios: Sequence[Scenario], vllms: Sequence[str | None], keep_errors: bool
+    ) -> Sequence[Result | TierError]:
+        planned = [_as_run(scenario, vllm) for scenario, vllm in zip(scenarios, vllms, strict=True)]  # before any takes minutes
+        results: list[Result | TierError] = []
+        for scenario, vllm in zip(planned, vllms, strict=True):
+            try:
+                results.append(launch(scenario, vllm or "installed", ("--transport", transport())))
+            except TierError as error:
+                if not keep_errors:
+                    raise
+                results.append(error)
+        return results
 
 
 hardware_tier = HardwareTier()
+
+
+def _as_run(scenario: Scenario, vllm: str | None) -> Scenario:
+    """The scenario as it would run. Raises TierError if it can't be run here, and never takes another vLLM instead."""
+    check_hardware(transport())
+    as_run = as_installed(scenario, vllm)
+    refuse_unlike_layers(to_trial(as_run))
+    return as_run
 
 
 def as_installed(scenario: Scenario, vllm: str | None) -> Scenario:

@@ -42,6 +42,7 @@ from kvcover.real_backend.inside.device_worker import DeviceWorker, prepare_devi
 from kvcover.real_backend.inside.raising import raised_by
 from kvcover.real_backend.inside.vllm_setup import ConfigFactory, describe, prepare
 from kvcover.real_backend.machine.trees import Tree, choose, refuse_other_release
+from kvcover.real_backend.tiers.hardware import hardware_tier
 from kvcover.real_backend.tiers.report import to_result
 from kvcover.real_backend.tiers.translate import refuse_unlike_layers, to_trial
 from kvcover.sim.errors import InputError, TierError
@@ -171,12 +172,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _be_rank(options: argparse.Namespace, meeting: Meeting) -> None:
     scenario = build(load(options.scenario))
+    hardware_tier.refuse_undeclared(scenario)
     trial = to_trial(scenario)
     refuse_unlike_layers(trial)
     own = _TEST_LIMITS if options.loopback_test else _REAL_LIMITS
     limits = own.unless(scenario.timers)
     trial = replace(trial, limits=replace(limits, read_abort_s=max(limits.read_abort_s, own.read_abort_s)))
-    _check_faults(trial)
+    _refuse_to_stall_the_leader(trial)
     if meeting.size != trial.ranks:
         raise TierError("torchrun", f"{meeting.size} processes for {trial.ranks} ranks", f"start {trial.ranks} in all")
     mine = positions(trial)[meeting.rank]
@@ -220,16 +222,12 @@ def _tree(vllm: str | None, release: str) -> Tree:
     return tree
 
 
-def _check_faults(trial: Trial) -> None:
-    """Raise TierError for a fault that would end torchrun, or the first rank, which leads the run."""
+def _refuse_to_stall_the_leader(trial: Trial) -> None:
+    """Raise TierError for a fault that would hold up the first rank, which leads the run."""
+    leader = trial.setup.prefill.rank_name(0, 0)
     for index, fault in enumerate(trial.setup.faults):
-        if not isinstance(fault, EventFault):
-            continue
-        if fault.kind in ("crash-rank", "restart-rank", "late-rank"):
-            text = f"{fault.kind} is not on the hardware tier: torchrun ends all ranks when one is missing"
-            raise TierError(f"faults[{index}]", text, "use stall-rank, or --tier connector")
-        if fault.kind == "stall-rank" and fault.target == trial.setup.prefill.rank_name(0, 0):
-            raise TierError(f"faults[{index}]", f"{fault.target} leads the run here", "stall another rank, or use --tier connector")
+        if isinstance(fault, EventFault) and fault.kind == "stall-rank" and fault.target == leader:
+            raise TierError(f"faults[{index}]", f"{leader} leads the run here", "stall another rank, or use --tier connector")
 
 
 def _share_book(meeting: Meeting, trial: Trial, book: Path) -> Trial:

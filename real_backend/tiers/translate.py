@@ -9,12 +9,10 @@ from typing import Any
 
 import msgspec
 
-from kvcover.faults import KINDS, EventFault, Injector
+from kvcover.faults import Injector
 from kvcover.real_backend.driver.processes import HOST, MOST_RANKS
-from kvcover.real_backend.driver.rank_faults import RANK_KINDS
 from kvcover.real_backend.driver.trial import ROLES, Limits, Role, RouterLegs, Tables, Trial
 from kvcover.real_backend.inside.cells import TAG_BYTES, numbering_of
-from kvcover.real_backend.inside.injection import NOTICE_KINDS, TRANSFER_KINDS
 from kvcover.sim.errors import TierError
 from kvcover.sim.moriio.transfer import BlockPool
 from kvcover.sim.scenario.dispatch import Dispatch
@@ -32,19 +30,17 @@ _KNOWN: dict[str, tuple[str, ...]] = {
                  "decode_blocks"),
 }  # fmt: skip
 _HINT = "leave it out, or use --tier model"
-_EVENTS = (*NOTICE_KINDS, *TRANSFER_KINDS, *RANK_KINDS, "abort", "stop-at-prefill", "fail-leg", "delay-leg", "stale-registration")
 _RANK_MB = 90
 
 
 def to_trial(scenario: Scenario) -> Trial:
-    """Look up every name and let the router write its legs; raises TierError naming the first field that can't be done here."""
+    """Look up every name and let the router write its legs; raises TierError naming the first field that can't be done here.
+
+    That its faults can be injected is for the tier to see to, see `Tier.refuse_undeclared`.
+    """
     _refuse_unknown(scenario)
     setup = resolve(scenario)
     keys = Injector(setup.faults)
-    for index, fault in enumerate(setup.faults):
-        if isinstance(fault, EventFault) and fault.kind not in _EVENTS:
-            where = "on the model tier only" if "connector" not in KINDS[fault.kind].tiers else "not on the connector tier yet"
-            raise TierError(f"faults[{index}]", f"{fault.kind} acts {where}", _HINT)
     _check_engines(setup)
     tables = _tables(setup)
     legs = tuple(_legs(setup, keys, request) for request in setup.requests)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from kvcover.sim.commands.options import check_output, write_output
+from kvcover.sim.commands.options import check_output, tier_option, write_output
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -23,7 +23,7 @@ _NAME, _CELL = 19, 6
 @click.command("corpus")
 @click.argument("names", nargs=-1, metavar="[NAME]...")
 @click.option("--release", "releases", multiple=True, metavar="R", help="Only this release. Repeatable.")
-@click.option("--tier", default="model", show_default=True, metavar="T", help="Where to run: model or connector.")
+@tier_option()
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object a run instead of tables.")
 @click.option("-o", "--output", metavar="FILE", help="Write the JSON to a file as well.")
 @click.option("--check", is_flag=True, help="Exit with 1 if anything is not as expected.")

@@ -1,9 +1,8 @@
-"""`kvcover explore`: many scenarios from seeds or from a grid; `kvcover replay`: one that it found."""
+"""`kvcover explore`: many scenarios from seeds or from a grid."""
 
 from __future__ import annotations
 
 import math
-import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -25,10 +24,8 @@ from kvcover.sim.commands.options import (
 from kvcover.sim.errors import InputError, TierError, nearest
 
 if TYPE_CHECKING:
-    from concurrent.futures import Executor
-
     from kvcover.sim.search.explore import Exploration, Group, Job
-    from kvcover.sim.search.explore_tier import RealTier
+    from kvcover.sim.tiers import Tier
 
 _SHOWN_GROUPS = 20
 
@@ -60,15 +57,15 @@ def explore(**options: Any) -> None:
     """
     if options["budget"] is not None and math.isnan(options["budget"]):
         raise InputError("--budget", "nan is no number of seconds", "use a number such as 60")
-    tier = _real_tier(options)
+    tier = _chosen(options)
     check_output(options["output"])
     if options["out"] is not None:
         _make_folder(options["out"])
     jobs, total = _grid_jobs(options, tier) if options["grid"] is not None else _seed_jobs(options, tier)
-    summary = _run_jobs(jobs, total, options) if tier is None else _run_on_tier(tier, jobs, total, options)
+    summary = _run_jobs(jobs, total, options) if tier.can.virtual_time else _run_on_tier(tier, jobs, total, options)
     rate = summary.runs / max(summary.seconds, 1e-9)
     click.echo(f"{summary.runs} runs in {summary.seconds:.1f} s, {rate:.0f}/s", err=True)
-    _report(summary, options)
+    _report(summary, tier, options)
     if options["check"] and summary.failures:
         click.echo(f"kvcover: check failed: {summary.failures} of {summary.runs} runs are not as they should be", err=True)
         sys.exit(1)
@@ -77,37 +74,43 @@ def explore(**options: Any) -> None:
 def _run_jobs(jobs: Iterator[Job], total: int, options: dict[str, Any]) -> Exploration:
     """Run on the model, over processes or a cluster."""
     from kvcover.sim.search.explore import refuse_nonsense, run_jobs, shrink_groups
+    from kvcover.sim.search.workers import executor
 
-    with _executor(options["jobs"], options["dask"]) as (executor, workers):
+    with executor(_processes(options["jobs"]), options["dask"]) as (pool, workers):
         with _progress(total) as tick:
             budget = math.inf if options["budget"] is None else options["budget"]
-            summary = run_jobs(jobs, executor, 2 * workers, budget, tick)
+            summary = run_jobs(jobs, pool, 2 * workers, budget, tick)
         refuse_nonsense(summary)
         if options["shrinks"]:
-            shrink_groups(summary, executor)
+            shrink_groups(summary, pool)
     return summary
 
 
-def _real_tier(options: dict[str, Any]) -> RealTier | None:
-    """The tier, unless it is the model; complains about options that mean nothing there."""
-    name = options["tier"]
-    if name == "model":
-        if options["vllm"] is not None:
-            raise InputError("--vllm", f"{options['vllm']!r} says nothing to the model tier", "use --tier connector, or --release")
+def _processes(jobs: str) -> int | None:
+    """How many processes `--jobs` asks for; None: one a CPU."""
+    if jobs == "all":
         return None
-    from kvcover.sim.tiers import load_tier
-
-    tier: Any = load_tier(name)
-    if not hasattr(tier, "attempt"):
-        raise TierError("--tier", f"explore can't run on {name!r}", "use --tier model or connector, and `kvcover run` for the rest")
-    for option, given in (("--shrink", options["shrinks"]), ("--dask", options["dask"]), ("--jobs", options["jobs"] != "all")):
-        if given:
-            raise InputError(option, f"is for the model tier, not for {name!r}", "leave it out")
-    found: RealTier = tier
-    return found
+    count = whole_number("--jobs", jobs, jobs)
+    if count < 1:
+        raise InputError("--jobs", f"{count} processes can't run anything", "use 1 or more")
+    return count
 
 
-def _run_on_tier(tier: RealTier, jobs: Iterator[Job], total: int, options: dict[str, Any]) -> Exploration:
+def _chosen(options: dict[str, Any]) -> Tier:
+    """The tier; complains about options that mean nothing there."""
+    from kvcover.sim.tiers import load_tier, refuse_options, tiers_that
+
+    tier = load_tier(options["tier"])
+    if tier.can.hardware:
+        others = " or ".join(tiers_that(lambda can: not can.hardware))
+        raise TierError("--tier", f"explore can't run on {tier.name!r}", f"use --tier {others}, and `kvcover run` for the rest")
+    jobs = None if options["jobs"] == "all" else options["jobs"]
+    asked = {"--vllm": options["vllm"], "--shrink": options["shrinks"], "--dask": options["dask"], "--jobs": jobs}
+    refuse_options(tier, asked)
+    return tier
+
+
+def _run_on_tier(tier: Tier, jobs: Iterator[Job], total: int, options: dict[str, Any]) -> Exploration:
     """Run on a real tier and on the model."""
     from kvcover.sim.search.explore_tier import drafts_of, explore_tier
 
@@ -119,7 +122,7 @@ def _run_on_tier(tier: RealTier, jobs: Iterator[Job], total: int, options: dict[
     return summary
 
 
-def _pins(options: dict[str, Any], tier: RealTier | None) -> dict[str, Any]:
+def _pins(options: dict[str, Any], tier: Tier) -> dict[str, Any]:
     """Fields that are as given, whatever a seed draws; complains at once about those that can't be."""
     from kvcover.sim.search.explore_tier import pinned
     from kvcover.sim.search.swarm import check_pins
@@ -131,23 +134,24 @@ def _pins(options: dict[str, Any], tier: RealTier | None) -> dict[str, Any]:
         if found := sizes(f"--{name}", options[name]):
             pins[name] = {**(pins.get(name) or {}), **found}
     check_pins(pins)
-    return pinned(tier, pins, options["vllm"]) if tier else pins
+    return pinned(tier, pins, options["vllm"])
 
 
-def _seed_jobs(options: dict[str, Any], tier: RealTier | None) -> tuple[Iterator[Job], int]:
+def _seed_jobs(options: dict[str, Any], tier: Tier) -> tuple[Iterator[Job], int]:
     """The jobs of a swarm and how many runs they are; says first what will be drawn."""
     from kvcover.sim.search.explore import seed_jobs
     from kvcover.sim.search.swarm import Swarm, swarm_of
 
     names = [name.strip() for name in options["features"].split(",")] if options["features"] else None
     swarm = swarm_of(_pins(options, tier), names, not options["lite"], not options["no_faults"])
-    if tier and not names:
-        swarm = Swarm(features=tuple(name for name in swarm.features if name in tier.features), pins=swarm.pins)
+    able = tier.can.features
+    if able is not None and not names:
+        swarm = Swarm(features=tuple(name for name in swarm.features if name in able), pins=swarm.pins)
     first, count = options["seed_start"], options["seeds"]
     if not options["as_json"]:
         import json
 
-        draft = swarm.draft(first, tier.fit) if tier else swarm.draft(first)
+        draft = swarm.draft(first, tier.fit)
         click.echo(f"seeds {first} to {first + count - 1}, {'lite' if options['lite'] else 'full'}")
         click.echo(f"features: {' '.join(swarm.features)}")
         if swarm.pins:
@@ -156,17 +160,15 @@ def _seed_jobs(options: dict[str, Any], tier: RealTier | None) -> tuple[Iterator
     return seed_jobs(swarm, first, count), count
 
 
-def _grid_jobs(options: dict[str, Any], tier: RealTier | None) -> tuple[Iterator[Job], int]:
+def _grid_jobs(options: dict[str, Any], tier: Tier) -> tuple[Iterator[Job], int]:
     """The jobs of a grid; how many runs they are is known only afterwards."""
     from kvcover.sim.search.explore import grid_jobs
+    from kvcover.sim.search.explore_tier import pinned
 
     data = scenario_data(options["grid"], options)
     data.pop("expect", None)
     build_scenario(data)
-    if tier:
-        from kvcover.sim.search.explore_tier import pinned
-
-        data = pinned(tier, data, options["vllm"])
+    data = pinned(tier, data, options["vllm"])
     modes = ["write", "read"]
     if options["mode"] is not None:
         if options["mode"] not in modes:
@@ -181,68 +183,6 @@ def _grid_jobs(options: dict[str, Any], tier: RealTier | None) -> tuple[Iterator
     if not options["as_json"]:
         click.echo(f"every single fault of {options['grid']}, {' and '.join(modes)}, {len(pairs)} pairings")
     return grid_jobs(data, pairs, modes), 0
-
-
-# -- who runs it -------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def _executor(jobs: str, dask: str | None) -> Iterator[tuple[Executor | None, int]]:
-    """An executor and how many workers it has; None runs everything here."""
-    if dask is not None:
-        with _dask_executor(dask) as found:
-            yield found
-        return
-    workers = _cpus() if jobs == "all" else whole_number("--jobs", jobs, jobs)
-    if workers < 1:
-        raise InputError("--jobs", f"{workers} processes can't run anything", "use 1 or more")
-    if workers == 1:
-        yield None, 1
-        return
-    import multiprocessing
-    from concurrent.futures import ProcessPoolExecutor
-
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["kvcover.sim.search.explore"])
-    with _no_code_from_here(), ProcessPoolExecutor(workers, mp_context=context) as pool:
-        try:
-            yield pool, workers
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
-
-
-@contextmanager
-def _no_code_from_here() -> Iterator[None]:
-    """An interpreter that starts now takes no module from the current folder: the fork server would, even of `kvcover` itself."""
-    before = os.environ.get("PYTHONSAFEPATH")
-    os.environ["PYTHONSAFEPATH"] = "1"
-    try:
-        yield
-    finally:
-        os.environ.pop("PYTHONSAFEPATH")
-        if before is not None:
-            os.environ["PYTHONSAFEPATH"] = before
-
-
-def _cpus() -> int:
-    """Those that this process may use, where the system says so."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-@contextmanager
-def _dask_executor(address: str) -> Iterator[tuple[Executor, int]]:
-    try:
-        from distributed import Client
-    except ImportError:
-        raise InputError("--dask", "distributed is not installed", "pip install 'kvcover[dask]'") from None
-    try:
-        client = Client(address, timeout=10)
-    except (OSError, ValueError) as error:
-        raise InputError("--dask", f"can't reach {address!r}: {error}", "give the scheduler's address, tcp://host:8786") from None
-    with client:
-        workers = sum(client.nthreads().values())
-        yield client.get_executor(), max(workers, 1)
 
 
 @contextmanager
@@ -268,16 +208,17 @@ def _progress(total: int) -> Iterator[Callable[[Exploration], None]]:
 # -- what came of it ---------------------------------------------------------------------------------------------
 
 
-def _report(summary: Exploration, options: dict[str, Any]) -> None:
+def _report(summary: Exploration, tier: Tier, options: dict[str, Any]) -> None:
     """Write the examples, then say what was found; examples that are shown are those that are written."""
     groups = summary.ranked()
-    paths = _write_examples(options, groups) if options["out"] is not None else []
-    text = _as_json(summary, groups, paths, options)
+    paths = _write_examples(groups, tier, options) if options["out"] is not None else []
+    text = _as_json(summary, groups, paths, tier, options["vllm"])
     write_output(options["output"], text)
     if options["as_json"]:
         click.echo(text, nl=False)
         return
     from kvcover.sim.results.result import MEANING, OUTCOMES
+    from kvcover.sim.search.explore_tier import again
 
     counts = [
         f"{summary.outcomes[name]} {name}"
@@ -296,14 +237,12 @@ def _report(summary: Exploration, options: dict[str, Any]) -> None:
         click.echo(f"{summary.varied} runs differed from the model and agreed when run again: the connector's own timing varies")
     click.echo(f"{summary.failures} failures of {len(groups)} kinds" + (":" if groups else ""))
     for index, group in enumerate(groups[:_SHOWN_GROUPS]):
-        _show_group(group, _again(options, group, paths[index] if paths else None))
+        _show_group(group, again(tier, group, paths[index] if paths else None, options["vllm"]))
     if len(groups) > _SHOWN_GROUPS:
         where = "all are in " + options["out"] if paths else "--out DIR writes all of them"
         click.echo(f"and {len(groups) - _SHOWN_GROUPS} kinds more; {where}")
-    note = (
-        "" if options["tier"] == "model" else " of what was drawn and of the model's runs; real runs take real time, and have none"
-    )
-    click.echo(f"digest {summary.digest}{note}")
+    note = " of what was drawn and of the model's runs; real runs take real time, and have none"
+    click.echo(f"digest {summary.digest}{'' if tier.can.virtual_time else note}")
 
 
 def _show_group(group: Group, again: str) -> None:
@@ -314,26 +253,18 @@ def _show_group(group: Group, again: str) -> None:
     click.echo(f"    {again}")
 
 
-def _again(options: dict[str, Any], group: Group, path: str | None) -> str:
-    """The command that runs an example again, on the tier that found it."""
-    from kvcover.sim.search.explore_tier import again
-    from kvcover.sim.simulate import replay_line
-
-    if options["tier"] != "model":
-        return again(group, path, options["tier"], options["vllm"])
-    return f"kvcover replay {path}" if path else replay_line(build_scenario(group.draft))
-
-
-def _as_json(summary: Exploration, groups: list[Group], paths: list[str], options: dict[str, Any]) -> str:
+def _as_json(summary: Exploration, groups: list[Group], paths: list[str], tier: Tier, vllm: str | None) -> str:
     import json
 
     import msgspec
+
+    from kvcover.sim.search.explore_tier import again
 
     rows = []
     for index, group in enumerate(groups):
         file = paths[index] if paths else None
         told = {"shape": list(group.shape), "count": group.count, "name": group.name, "scenario": group.draft}
-        rows.append({**msgspec.to_builtins(group.signature), **told, "file": file, "replay": _again(options, group, None)})
+        rows.append({**msgspec.to_builtins(group.signature), **told, "file": file, "replay": again(tier, group, None, vllm)})
     whole = {
         "schema": 1, "runs": summary.runs, "outcomes": summary.outcomes, "failures": summary.failures,
         "groups": rows, "digest": summary.digest, "stopped": summary.stopped,
@@ -349,60 +280,15 @@ def _make_folder(path: str) -> None:
         raise InputError("--out", f"can't make {path!r}: {error.strerror}", "name a folder that you may write to") from None
 
 
-def _write_examples(options: dict[str, Any], groups: list[Group]) -> list[str]:
+def _write_examples(groups: list[Group], tier: Tier, options: dict[str, Any]) -> list[str]:
     """One file a group, named after its signature."""
-    from kvcover.sim.search.example import example_text
-    from kvcover.sim.search.explore_tier import tier_example_text
-
-    folder, tier = options["out"], options["tier"]
+    from kvcover.sim.search.explore_tier import failure_text
 
     paths = []
     for number, group in enumerate(groups):
         found = group.signature
         words = f"{number:03d}-{found.outcome}-{found.release.replace(' → other', '-skew')}-{found.mode}"
-        path = str(Path(folder) / f"{words}.toml")
-        write_output(path, example_text(group) if tier == "model" else tier_example_text(group, tier, options["vllm"]))
+        path = str(Path(options["out"]) / f"{words}.toml")
+        write_output(path, failure_text(tier, group, options["vllm"]))
         paths.append(path)
     return paths
-
-
-# -- replay ------------------------------------------------------------------------------------------------------
-
-
-@click.command("replay")
-@click.argument("file")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
-def replay(file: str, as_json: bool) -> None:
-    """Run a scenario file that `kvcover explore` wrote and say whether the same comes of it.
-
-    Exits with 1 when the result is not what the file expects, or when its digest is not the one in the file's comments.
-    """
-    from kvcover.sim.results.expect import disagreement
-    from kvcover.sim.scenario.scenario import load
-    from kvcover.sim.search.example import stored_digest
-    from kvcover.sim.simulate import run
-
-    scenario = build_scenario(load(file))
-    stored = stored_digest(Path(file).read_text(encoding="utf-8"))
-    try:
-        result = run(scenario)
-    except InputError:
-        raise
-    except Exception:
-        import traceback
-
-        click.echo(traceback.format_exc() + f"kvcover: {file} makes the model itself fail: report it", err=True)
-        sys.exit(1)
-    if as_json:
-        click.echo(result.to_json())
-    else:
-        from kvcover.sim.results.show import show_result
-
-        show_result(result)
-    problem = disagreement(result, scenario.expect, check=False)
-    if not problem and stored is not None and stored != result.digest:
-        problem = f"the digest is {result.digest}, in {file} it is {stored}: another history, so another program or scenario"
-    if problem:
-        click.echo(f"kvcover: replay differs: {problem}", err=True)
-        sys.exit(1)
-    click.echo("replay agrees" + ("" if stored else "; the file holds no digest to compare with"), err=True)

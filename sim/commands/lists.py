@@ -77,9 +77,10 @@ def faults(as_json: bool) -> None:
     import msgspec
 
     from kvcover.faults import KINDS
+    from kvcover.sim.tiers import injecting
 
     if as_json:
-        rows: list[Any] = [msgspec.to_builtins(kind) for kind in KINDS.values()]
+        rows: list[Any] = [{**msgspec.to_builtins(kind), "tiers": injecting(kind.name)} for kind in KINDS.values()]
         click.echo(json.dumps(rows))
         return
     from kvcover.sim.commands.show_lists import show_faults

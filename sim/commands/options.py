@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvcover.sim.errors import InputError, nearest, short
+from kvcover.sim.tiers import TIERS
 
 if TYPE_CHECKING:
     from kvcover.sim.scenario.scenario import Scenario
@@ -30,6 +31,13 @@ class WholeNumber(click.types.IntParamType):
             self.fail(f"{short(value)} is not an integer, such as 7", param, ctx)
 
 
+def tier_option(what: str = "Where to run", default: str = "model") -> Decorator:
+    """`--tier`, which takes any name of the table of tiers."""
+    *names, last = TIERS
+    help_text = f"{what}: {', '.join(names)} or {last}."
+    return click.option("--tier", default=default, show_default=True, metavar="T", help=help_text)
+
+
 _SCENARIO: tuple[Decorator, ...] = (
     click.option("--release", metavar="R", help="vLLM release of both engines, e.g. 0.33.0 (default: newest)."),
     click.option("--decode-release", metavar="R", help="Another release for decode."),
@@ -42,8 +50,8 @@ _SCENARIO: tuple[Decorator, ...] = (
     click.option("--set", "sets", multiple=True, metavar="FIELD=VALUE",
                  help="Any other field of a scenario, e.g. timers.defer_timeout_s=5. Repeatable."),
     click.option("--seed", type=WholeNumber(), metavar="N", help="Decides ties between events of one instant."),
-    click.option("--tier", default="model", show_default=True, metavar="T", help="Where to run: model, connector or hardware."),
-    click.option("--vllm", metavar="R|PATH|installed", help="vLLM source tree for the connector tier."),
+    tier_option(),
+    click.option("--vllm", metavar="R|PATH|installed", help="The vLLM that a real tier runs (default: that of --release)."),
     click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables."),
     click.option("-o", "--output", metavar="FILE", help="Write the JSON to a file as well."),
     click.option("--check", is_flag=True, help="Exit with 1 if the result is not as it should be."),

@@ -18,7 +18,7 @@ from kvcover.sim.commands.options import (
     sizes,
     write_output,
 )
-from kvcover.sim.errors import InputError, TierError
+from kvcover.sim.errors import InputError
 
 if TYPE_CHECKING:
     from kvcover.sim.results.result import Result
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 @click.option("--mode", metavar="write|read", help="Prefill pushes (default) or decode pulls.")
 @click.option("--prefill", metavar="tp=N[,dp=N]", help="Size of the prefill engine.")
 @click.option("--decode", metavar="tp=N[,dp=N]", help="Size of the decode engine.")
-@click.option("--trace", metavar="FILE", help="Write every event as a timeline for Perfetto or chrome://tracing (model tier).")
+@click.option("--trace", metavar="FILE", help="Write every event as a timeline for Perfetto or chrome://tracing.")
 @causes_options
 @scenario_options
 def command(
@@ -56,10 +56,11 @@ def command(
       faults = ["drop:remote_tp_size@prefill"]
       expect = {outcome = "corrupt", coverage = 0.125}
     """
+    from kvcover.sim.tiers import load_tier, refuse_options
+
     check_causes(causes, budget)
-    if causes and options["tier"] != "model":
-        hint = "run it without, and give its result to `kvcover why --causes`, which flips the model's"
-        raise TierError("--causes", f"the {options['tier']} tier has no policies to flip", hint)
+    tier = load_tier(options["tier"])
+    refuse_options(tier, {"--causes": causes, "--trace": trace, "--vllm": options["vllm"]})
     data = scenario_data(scenario, options)
     if mode is not None:
         data["mode"] = mode
@@ -68,7 +69,7 @@ def command(
             data[name] = {**data.get(name, {}), **found}
     built = build_scenario(data)
     check_output(options["output"], scenario, built.model)
-    result = _run(built, options) if trace is None else _run_traced(built, trace, scenario, options)
+    result = tier.run(built, options["vllm"]) if trace is None else _run_traced(built, trace, scenario, options)
     if causes:
         from kvcover.sim.search.causes import explain
 
@@ -88,17 +89,8 @@ def command(
         sys.exit(1)
 
 
-def _run(built: Scenario, options: dict[str, Any]) -> Result:
-    from kvcover.sim.tiers import load_tier
-
-    result: Result = load_tier(options["tier"])(built, vllm=options["vllm"])
-    return result
-
-
 def _run_traced(built: Scenario, path: str, scenario: str | None, options: dict[str, Any]) -> Result:
-    """As `_run`, and write the timeline: a view of the finished history, so that a run without one pays nothing."""
-    if options["tier"] != "model" or options["vllm"] is not None:
-        raise TierError("--trace", "only the model tier has a history with times", "leave out --tier and --vllm, or --trace")
+    """Run the model and write the timeline: a view of the finished history, so that a run without one pays nothing."""
     check_output(path, scenario, built.model, option="--trace")
     if options["output"] is not None and os.path.realpath(path) == os.path.realpath(options["output"]):
         raise InputError("--trace", f"{path!r} is where -o writes", "name another file")

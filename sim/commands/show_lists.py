@@ -14,6 +14,7 @@ from kvcover.sim.releases.policies import POLICIES
 from kvcover.sim.releases.records import ConnectorRelease
 from kvcover.sim.results.show import console, hanging
 from kvcover.sim.scenario.routers import Router
+from kvcover.sim.tiers import injecting
 
 
 def show_releases(records: list[ConnectorRelease], by_policy: bool, show_all: bool) -> None:
@@ -129,7 +130,8 @@ def show_faults(kinds: list[FaultKind]) -> None:
     out = console()
     for kind in kinds:
         out.print(Text(kind.name, style="bold").append(f"  {kind.syntax}", style=""))
-        out.print(hanging("    ", f"{kind.text}; acts at {kind.point}, on tiers {', '.join(kind.tiers)}; seen in {kind.report}"))
+        tiers = ", ".join(injecting(kind.name))
+        out.print(hanging("    ", f"{kind.text}; acts at {kind.point}, on tiers {tiers}; seen in {kind.report}"))
         if kind.params:
             out.print(hanging("    takes ", ", ".join(kind.params)))
     for line in (

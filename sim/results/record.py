@@ -63,8 +63,8 @@ class EngineEnd(msgspec.Struct, frozen=True, kw_only=True):
 class Record(msgspec.Struct, frozen=True, kw_only=True):
     """A finished run. `legs` are the params as they left the router, by request and side; `fired` counts by planned fault.
 
-    `unseen` is what the tier can't see: kinds of event, or `landing`, the time at which bytes arrive. `stray` counts cells of
-    others that changed, None if nobody looked.
+    `observed` are the kinds of event that the tier sees if they happen, and `landing` if it knows when bytes arrive; None: all.
+    `stray` counts cells of others that changed, None if nobody looked.
     """
 
     tier: str
@@ -75,7 +75,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     legs: dict[tuple[int, str], dict[str, Any]]
     fired: tuple[int, ...]
     stray: int | None
-    unseen: frozenset[str] = frozenset()
+    observed: frozenset[str] | None = None
 
     @property
     def mode(self) -> str:

@@ -14,7 +14,7 @@ import re
 import shlex
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
@@ -23,11 +23,12 @@ from kvcover.sim.releases.records import RELEASES
 from kvcover.sim.results.agreement import differences, view
 from kvcover.sim.results.result import Result
 from kvcover.sim.scenario.scenario import Scenario, Timing, build
-from kvcover.sim.search.example import file_text
+from kvcover.sim.search.example import example_text, file_text
 from kvcover.sim.search.explore import Exploration, Group, Job, SeedJob, Signature, good, group_of, signature_of
 from kvcover.sim.search.shrink import Draft
 from kvcover.sim.search.swarm import pin
 from kvcover.sim.simulate import replay_line, run
+from kvcover.sim.tiers import Tier
 
 DIFFERS = "differs"
 BATCH = 40
@@ -36,28 +37,9 @@ _ORDERS = range(3)  # seeds that decide which of several things of one instant c
 _NUMBERS = re.compile(r"\d+")
 
 
-class RealTier(Protocol):
-    """What a tier that can be explored offers besides being called.
-
-    `features` are those of the swarm whose draws it can run, `pins` fields that every draft has; `fit` rounds what was drawn.
-    """
-
-    @property
-    def features(self) -> tuple[str, ...]: ...
-
-    @property
-    def pins(self) -> Mapping[str, Any]: ...
-
-    def fit(self, draft: Draft) -> None: ...
-
-    def check(self, scenario: Scenario, vllm: str | None = None) -> None: ...
-
-    def attempt(self, scenarios: Sequence[Scenario], vllm: str | None = None) -> Sequence[Result | TierError]: ...
-
-
-def pinned(tier: RealTier, pins: Mapping[str, Any], vllm: str | None) -> dict[str, Any]:
+def pinned(tier: Tier, pins: Mapping[str, Any], vllm: str | None) -> dict[str, Any]:
     """What the tier pins, with `pins` over it; the release is the one that `--vllm` names."""
-    own = copy.deepcopy(dict(tier.pins))
+    own = copy.deepcopy(dict(tier.can.pins))
     pin(own, pins)
     names = (vllm or "").split(",")
     for field, name in zip(("release", "decode_release"), (names[0], names[-1]), strict=True):
@@ -66,7 +48,7 @@ def pinned(tier: RealTier, pins: Mapping[str, Any], vllm: str | None) -> dict[st
     return own
 
 
-def drafts_of(tier: RealTier, jobs: Iterable[Job]) -> Iterator[tuple[str, Callable[[], Draft]]]:
+def drafts_of(tier: Tier, jobs: Iterable[Job]) -> Iterator[tuple[str, Callable[[], Draft]]]:
     """All drafts of all jobs, by name; what seeds draw is made to fit, what a person wrote is not."""
     for job in jobs:
         yield from job.drafts(tier.fit) if isinstance(job, SeedJob) else job.drafts()
@@ -83,7 +65,7 @@ class _Run(msgspec.Struct):
 
 
 def explore_tier(
-    tier: RealTier,
+    tier: Tier,
     drafts: Iterable[tuple[str, Callable[[], Draft]]],
     vllm: str | None = None,
     budget_s: float = math.inf,
@@ -113,7 +95,7 @@ def explore_tier(
 
 
 def _runnable(
-    tier: RealTier, batch: Sequence[tuple[str, Callable[[], Draft]]], vllm: str | None, summary: Exploration
+    tier: Tier, batch: Sequence[tuple[str, Callable[[], Draft]]], vllm: str | None, summary: Exploration
 ) -> Iterator[_Run]:
     for name, make in batch:
         summary.runs += 1
@@ -139,10 +121,14 @@ def _skip(summary: Exploration, error: TierError) -> None:
     summary.skipped[reason] = summary.skipped.get(reason, 0) + 1
 
 
-def _attempt(tier: RealTier, runs: list[_Run], vllm: str | None, summary: Exploration) -> None:
+def _run_all(tier: Tier, runs: list[_Run], vllm: str | None) -> list[Result | TierError]:
+    return tier.many([each.scenario for each in runs], [vllm] * len(runs), keep_errors=True)
+
+
+def _attempt(tier: Tier, runs: list[_Run], vllm: str | None, summary: Exploration) -> None:
     if not runs:
         return
-    for each, result in zip(runs, tier.attempt([each.scenario for each in runs], vllm), strict=True):
+    for each, result in zip(runs, _run_all(tier, runs, vllm), strict=True):
         if isinstance(result, TierError):
             _skip(summary, result)
             continue
@@ -150,11 +136,11 @@ def _attempt(tier: RealTier, runs: list[_Run], vllm: str | None, summary: Explor
         each.differ = against_model(result)
 
 
-def _repeat(tier: RealTier, runs: list[_Run], vllm: str | None, summary: Exploration) -> None:
+def _repeat(tier: Tier, runs: list[_Run], vllm: str | None, summary: Exploration) -> None:
     """Run again what differs, and believe the run that agrees."""
     if not runs:
         return
-    for each, result in zip(runs, tier.attempt([each.scenario for each in runs], vllm), strict=True):
+    for each, result in zip(runs, _run_all(tier, runs, vllm), strict=True):
         if isinstance(result, Result) and not against_model(result):
             each.real, each.differ = result, {}
             summary.varied += 1
@@ -199,17 +185,21 @@ def _expect(real: Result) -> dict[str, Any]:
     return {name: getattr(real, name) for name in ("outcome", "coverage") if name not in race.get("omit", ())}
 
 
-def again(group: Group, file: str | None, tier: str, vllm: str | None) -> str:
-    """The command that runs a failure on the tier again, and exits with 1 if something else comes of it."""
+def again(tier: Tier, group: Group, file: str | None, vllm: str | None) -> str:
+    """The command that runs a failure again where it was found, and exits with 1 if something else comes of it."""
+    if tier.can.virtual_time:
+        return f"kvcover replay {file}" if file else replay_line(build(group.draft))
     line = shlex.join(["kvcover", "run", file]) if file else replay_line(build(group.draft))
-    return f"{line} --tier {tier}" + (f" --vllm {shlex.quote(vllm)}" if vllm else "")
+    return f"{line} --tier {tier.name}" + (f" --vllm {shlex.quote(vllm)}" if vllm else "")
 
 
-def tier_example_text(group: Group, tier: str, vllm: str | None) -> str:
-    """A failure as a scenario file that expects what the real run gave."""
+def failure_text(tier: Tier, group: Group, vllm: str | None) -> str:
+    """A failure as a scenario file that expects what came of it."""
+    if tier.can.virtual_time:
+        return example_text(group)
     head = [
         f"# {group.name}: {group.signature.outcome}, {', '.join(group.signature.kinds)}; {group.count} runs alike",
-        f"# seen on the {tier} tier: {again(group, 'THIS-FILE', tier, vllm)}",
+        f"# seen on the {tier.name} tier: {again(tier, group, 'THIS-FILE', vllm)}",
     ]
     return file_text(head, group.draft)
 

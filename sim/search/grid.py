@@ -16,7 +16,7 @@ from kvcover.sim.scenario.routers import TOY_PROXY
 from kvcover.sim.scenario.scenario import Scenario, Side, Timers
 from kvcover.sim.scenario.setup import resolve
 from kvcover.sim.search.shrink import Draft
-from kvcover.sim.simulate import run_world
+from kvcover.sim.simulate import model_tier, run_world
 from kvcover.sim.world import World
 
 
@@ -70,7 +70,7 @@ def key_faults(world: World) -> Iterator[str]:
                     yield f"{body}@{leg}#{request}+"
 
 
-EVENT_FAULT_KINDS = tuple(kind for kind in KINDS.values() if kind.point != "params" and "model" in kind.tiers)
+EVENT_FAULT_KINDS = tuple(kind for kind in KINDS.values() if kind.point != "params" and kind.name in model_tier.can.faults)
 # In each mode: the messages that are sent, and to which side.
 _MESSAGES = {"write": {"remote_blocks": "P", "write_done": "D", "write_failed": "D"}, "read": {"release": "P"}}
 _LONG = "LONG"

@@ -8,9 +8,7 @@ from msgspec.structs import replace
 
 from kvcover.sim.errors import InputError
 from kvcover.sim.results.result import Result
-from kvcover.sim.results.show import progress
 from kvcover.sim.scenario.scenario import Scenario, checked
-from kvcover.sim.scenario.setup import resolve
 from kvcover.sim.tiers import load_tier
 
 SIZES = (1, 2, 4, 8)
@@ -43,10 +41,4 @@ def matrix(
         for p in prefill
         for d in decode
     ]
-    for each in scenarios:
-        resolve(each)
-    run = load_tier(tier)
-    if hasattr(run, "many"):
-        results: list[Result] = run.many(scenarios, vllm=vllm)
-        return results
-    return [run(each, vllm=vllm) for each in progress(scenarios, "pairings")]
+    return load_tier(tier).many(scenarios, [vllm] * len(scenarios))

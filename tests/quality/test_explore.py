@@ -18,7 +18,7 @@ from click.testing import CliRunner, Result
 
 from kvcover import InputError, build, run
 from kvcover.sim.commands.explore import explore as explore_command
-from kvcover.sim.commands.explore import replay as replay_command
+from kvcover.sim.commands.replay import command as replay_command
 from kvcover.sim.search.example import example_text, stored_digest
 from kvcover.sim.search.explore import (
     Exploration,
@@ -259,7 +259,7 @@ def test_bad_input(words: list[str], place: str) -> None:
 
 
 def replay_in_a_new_process(path: str, hash_seed: str) -> str:
-    code = f"from kvcover.sim.commands.explore import replay; replay([{path!r}, '--json'])"
+    code = f"from kvcover.sim.commands.replay import command; command([{path!r}, '--json'])"
     environment = {**os.environ, "PYTHONHASHSEED": hash_seed}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     digest: str = json.loads(done.stdout)["digest"]

@@ -62,8 +62,6 @@ def needs(*releases: str) -> None:
         ({"fabric": "thor2"}, "fabric"),
         ({"requests": [{"plain": True}]}, "requests[0].plain"),
         ({"prompt_tokens": 100}, "requests[0].prompt_tokens"),
-        ({"faults": ["preempt:0"]}, "faults[0]"),
-        ({"faults": ["slow-nic:P0,factor=2"]}, "faults[0]"),
         ({"prefill": {"tp": 64}}, "prefill"),
         ({"timing": {"message_ns": 1}}, "timing"),
     ],
@@ -133,7 +131,7 @@ def test_a_tree_of_another_release_than_the_scenarios_is_refused(tmp_path: Path,
     (folder / "vllm-0.27.0.dist-info").mkdir()
     monkeypatch.delenv("KVCOVER_TREES", raising=False)
     with pytest.raises(InputError, match="leave out one"):
-        connector_tier(build(SMALL | {"release": "0.26.0"}), vllm="0.27.0")
+        connector_tier.run(build(SMALL | {"release": "0.26.0"}), vllm="0.27.0")
 
 
 def test_a_tree_that_says_two_versions_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -236,7 +234,9 @@ def test_the_tier_gives_what_was_measured(release: str) -> None:
 def test_a_failed_read_of_a_model_with_several_block_tables_is_handed_to_vllms_scheduler() -> None:
     needs("0.33.0")
     model = "layers=4,kv_heads=8,head_dim=8,window=32,full_every=2"
-    result = connector_tier(build({"mode": "read", "model": model, "prompt_tokens": 64, "faults": ["fail-transfer:read,layer=1"]}))
+    result = connector_tier.run(
+        build({"mode": "read", "model": model, "prompt_tokens": 64, "faults": ["fail-transfer:read,layer=1"]})
+    )
     assert result.outcome == "crash"
     assert any("multiple KV cache groups" in finding.text for finding in result.findings)
 
@@ -248,7 +248,7 @@ def test_a_failed_read_beside_recurrent_states_kills_decode(release: str, layer:
     model = "layers=4,kv_heads=8,head_dim=8,state=8x16,state_every=2"
     sizes = {"prefill": {"tp": 2}, "decode": {"tp": 2}}
     read = {"release": release, "mode": "read", "model": model, "prompt_tokens": 64, **sizes}
-    result = connector_tier(build({**read, "faults": [f"fail-transfer:read,layer={layer}"]}))
+    result = connector_tier.run(build({**read, "faults": [f"fail-transfer:read,layer={layer}"]}))
     assert (result.outcome, len(result.sets.prefill_released or ())) == ("crash", released)
     assert result.coverage == pytest.approx(0.6 if layer == 0 else 0.9)
 
@@ -293,13 +293,13 @@ def test_a_fault_of_each_class_acts_on_the_real_connector(faulty: dict[tuple[str
 @vllm
 def test_a_fault_that_never_fires_makes_the_run_vacuous() -> None:
     needs("0.33.0")
-    assert connector_tier(build(SMALL | {"faults": ["drop-notice:release,n=7"]})).outcome == "vacuous"
+    assert connector_tier.run(build(SMALL | {"faults": ["drop-notice:release,n=7"]})).outcome == "vacuous"
 
 
 @vllm
 def test_the_two_engines_may_be_of_two_releases() -> None:
     needs("0.26.0", "0.27.0")
-    result = connector_tier(build(SMALL | {"release": "0.26.0", "decode_release": "0.27.0", "decode": {"tp": 4}}))
+    result = connector_tier.run(build(SMALL | {"release": "0.26.0", "decode_release": "0.27.0", "decode": {"tp": 4}}))
     assert (result.release, result.decode_release, result.outcome) == ("0.26.0", "0.27.0", "hang")
     assert result.coverage == 0.25
 
@@ -307,7 +307,7 @@ def test_the_two_engines_may_be_of_two_releases() -> None:
 @vllm
 def test_a_hang_says_where_each_rank_stands() -> None:
     needs("0.33.0")
-    result = connector_tier(build(SMALL | {"faults": ["drop-notice:write_done"]}))
+    result = connector_tier.run(build(SMALL | {"faults": ["drop-notice:write_done"]}))
     (hang,) = [finding for finding in result.findings if finding.kind == "hang"]
     assert "timers" in hang.text
     assert {cause.split(",")[0] for cause in hang.causes} == {"D0", "P0"}
@@ -428,7 +428,7 @@ def test_a_tree_that_the_harness_cannot_drive_names_the_call(tmp_path: Path) -> 
     file = broken / MORIIO_FOLDER / "moriio_connector.py"
     file.write_text(file.read_text().replace("def on_new_request(self, request", "def on_new_request(self, surprise, request"))
     with pytest.raises(TierError, match=r"on_new_request.*TypeError"):
-        connector_tier(build(SMALL), vllm=str(broken))
+        connector_tier.run(build(SMALL), vllm=str(broken))
 
 
 def test_measured_rows_are_still_there() -> None:

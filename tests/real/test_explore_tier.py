@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
 
 import msgspec
 import pytest
@@ -14,7 +13,7 @@ from click.testing import CliRunner
 from kvcover import InputError, Result, build, load, run
 from kvcover.real_backend.machine import trees
 from kvcover.real_backend.tiers.connector import connector_tier
-from kvcover.real_backend.tiers.drafts import DRAWN, fit
+from kvcover.real_backend.tiers.declared import DRAWN, fit
 from kvcover.sim.commands.explore import explore as explore_command
 from kvcover.sim.errors import TierError
 from kvcover.sim.scenario.scenario import Scenario
@@ -22,6 +21,7 @@ from kvcover.sim.search.explore import Exploration, seed_jobs
 from kvcover.sim.search.explore_tier import against_model, drafts_of, explore_tier, pinned
 from kvcover.sim.search.shrink import Draft
 from kvcover.sim.search.swarm import FEATURES, Swarm
+from kvcover.sim.tiers import Capabilities, Tier
 
 MLA = "layers=1,mla=8"
 Real = Callable[[Result, int], Result | TierError]
@@ -31,11 +31,12 @@ def as_the_model(result: Result, _time: int) -> Result:
     return result
 
 
-class FakeTier:
+class FakeTier(Tier):
     """Runs the model, and says of it what a test wants: `real` gets the result and how often this seed was run before."""
 
-    features = ("read", "tp", "fabric")
-    pins: ClassVar[dict[str, Any]] = {"model": MLA, "prompt_tokens": 16}
+    name = "connector"
+    can = Capabilities(faults=connector_tier.can.faults, features=("read", "tp", "fabric"), pins={"model": MLA, "prompt_tokens": 16},
+                       takes_vllm=True)  # fmt: skip
 
     def __init__(self, real: Real = as_the_model) -> None:
         self._real = real
@@ -44,11 +45,12 @@ class FakeTier:
     def fit(self, draft: Draft) -> None:
         draft["block_size"] = 16
 
-    def check(self, scenario: Scenario, vllm: str | None = None) -> None:
+    def _check(self, scenario: Scenario, vllm: str | None) -> None:
         if scenario.prefill.tp > 4:
             raise TierError("prefill", f"{scenario.prefill.tp} ranks are too many", "use 4")
 
-    def attempt(self, scenarios: Sequence[Scenario], vllm: str | None = None) -> list[Result | TierError]:
+    def _run_all(self, scenarios: Sequence[Scenario], vllms: Sequence[str | None], keep_errors: bool) -> list[Result | TierError]:
+        assert keep_errors
         found = []
         for scenario in scenarios:
             time = self.runs.get(scenario.seed, 0)
@@ -58,7 +60,8 @@ class FakeTier:
 
 
 def explored(tier: FakeTier, count: int = 30, release: str = "0.33.0") -> Exploration:
-    swarm = Swarm(features=tier.features, pins=pinned(tier, {}, release))
+    assert tier.can.features is not None
+    swarm = Swarm(features=tier.can.features, pins=pinned(tier, {}, release))
     return explore_tier(tier, drafts_of(tier, seed_jobs(swarm, 0, count)))
 
 

@@ -80,6 +80,9 @@ def test_the_body_under_torchrun_sees_what_the_connector_tier_sees(
         ("drop-notice:write_done,to=D1", [1.0, 1.0], "hang", 1),
         ("early-completion:write,ms=300", [0.0, 0.0], "corrupt", 4),
         ("stall-rank:P1,ms=0,for=200", [1.0, 1.0], "ok", 1),
+        ("fail-leg:decode", [0.0, 0.0], "failed", 1),
+        ("delay-leg:decode,ms=300", [1.0, 1.0], "ok", 1),
+        ("stop-at-prefill:0", [1.0, 1.0], "ok", 1),
     ],
 )
 def test_a_fault_of_each_class_acts_under_torchrun(
@@ -145,6 +148,21 @@ def test_two_nodes_of_torchrun_meet(trees: Path, tmp_path: Path) -> None:
 
 @pytest.mark.vllm
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ("late-rank:D1,ms=50", "late-rank can't be injected on the hardware tier"),
+        ("stall-rank:P0,ms=0,for=50", "P0 leads the run here"),
+    ],
+)
+def test_a_fault_that_torchrun_cannot_bear_is_refused_there_too(trees: Path, fault: str, said: str) -> None:
+    """Over several nodes torchrun is started by hand, and no tier has looked at the scenario before."""
+    with pytest.raises(TierError, match=rf"faults\[0\]: {said}"):
+        launch(scenario("0.33.0", faults=[fault]), "0.33.0", ("--loopback-test",), LIMIT_S)
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
 def test_a_wrong_number_of_processes_is_one_line(trees: Path, tmp_path: Path) -> None:
     given, written = tmp_path / "scenario.json", tmp_path / "result.json"
     given.write_bytes(msgspec.json.encode(scenario("0.33.0")))
@@ -170,7 +188,7 @@ def test_the_tier_names_every_missing_thing(monkeypatch: pytest.MonkeyPatch) -> 
     lines = [Line("RDMA", "missing", "no link", "…", ("hardware",)), Line("mori", "unknown", "which?", "…", ("hardware",))]
     monkeypatch.setattr(hardware, "examine", lambda _place: lines)
     with pytest.raises(TierError, match=r"RDMA \(no link\); mori \(which\?\)"):
-        hardware_tier(scenario("0.33.0"))
+        hardware_tier.run(scenario("0.33.0"))
 
 
 @pytest.fixture
@@ -208,18 +226,18 @@ def test_the_installed_vllm_runs_only_as_the_release_that_it_is(
 ) -> None:
     install(monkeypatch, version)
     if good:
-        hardware_tier(scenario(release))
+        hardware_tier.run(scenario(release))
         assert [each.release for each in runs] == [release]
     else:
         with pytest.raises(TierError, match=rf"asked for vLLM {release}, but .* is installed; .* by its folder") as error:
-            hardware_tier(scenario(release))
+            hardware_tier.run(scenario(release))
         assert "\n" not in str(error.value) and runs == []
 
 
 def test_two_releases_need_two_vllms(monkeypatch: pytest.MonkeyPatch, runs: list[Scenario]) -> None:
     install(monkeypatch, "0.26.0")
     with pytest.raises(TierError, match=r"asked for vLLM 0\.27\.0, but 0\.26\.0 is installed"):
-        hardware_tier(scenario("0.26.0", decode_release="0.27.0"))
+        hardware_tier.run(scenario("0.26.0", decode_release="0.27.0"))
     for before, after in (("0.26.0", "0.27.0"), ("0.27.0", "0.26.0")):
         with pytest.raises(TierError, match=r"asked for vLLM 0\.27\.0, but 0\.26\.0 is installed"):
             confirm({"prefill": {"tp": 2}, "decode": {"tp": 2}}, before, after, "hardware")
@@ -230,12 +248,12 @@ def test_a_vllm_of_no_release_is_given_by_its_folder(monkeypatch: pytest.MonkeyP
     (tmp_path / MORIIO_FOLDER).mkdir(parents=True)
     (tmp_path / MORIIO_FOLDER / "moriio_connector.py").touch()
     (tmp_path / "vllm-0.26.1.dev350+rocm723.dist-info").mkdir()
-    hardware_tier(build({"prefill": {"tp": 2}, "decode": {"tp": 2}}), vllm=str(tmp_path))
+    hardware_tier.run(build({"prefill": {"tp": 2}, "decode": {"tp": 2}}), vllm=str(tmp_path))
     assert len(runs) == 1
     with pytest.raises(InputError, match=r"0\.26\.1\.dev350 is not the 0\.26\.0 that the scenario asks for"):
-        hardware_tier(scenario("0.26.0"), vllm=str(tmp_path))
+        hardware_tier.run(scenario("0.26.0"), vllm=str(tmp_path))
     (tmp_path / "vllm-0.26.1.dev350+rocm723.dist-info").rename(tmp_path / "vllm-0.26.0.dist-info")
-    hardware_tier(build({"prefill": {"tp": 2}, "decode": {"tp": 2}}), vllm=str(tmp_path))
+    hardware_tier.run(build({"prefill": {"tp": 2}, "decode": {"tp": 2}}), vllm=str(tmp_path))
     assert runs[-1].release == "0.26.0"  # and its rules with it
 
 

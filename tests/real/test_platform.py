@@ -57,5 +57,5 @@ def test_the_platform_is_the_same_whatever_the_machine_has(tmp_path: Path, relea
 @pytest.mark.parametrize("release", ["0.26.0", "0.27.0", "0.33.0"])
 def test_a_run_beside_a_gpu_is_a_run(tmp_path: Path, release: str) -> None:
     needs(release)
-    result = connector_tier(build(SMALL), vllm=str(beside_a_gpu(tmp_path, release)))
+    result = connector_tier.run(build(SMALL), vllm=str(beside_a_gpu(tmp_path, release)))
     assert [rank.coverage for rank in result.by_rank] == ([1.0, 0.0] if release == "0.26.0" else [1.0, 1.0])

@@ -75,7 +75,10 @@ def test_the_option_writes_it_and_changes_nothing_else(tmp_path: Path) -> None:
     ("args", "said"),
     [
         (("--trace", "/no/such/folder/t.json"), "--trace: can't write '/no/such/folder/t.json'"),
-        (("--trace", "t.json", "--tier", "connector"), "--trace: only the model tier"),
+        (
+            ("--trace", "t.json", "--tier", "connector"),
+            "--trace: 't.json': the connector tier keeps no virtual times; leave it out, or use --tier model",
+        ),
         (("--trace", "t.json", "-o", "t.json"), "--trace: 't.json' is where -o writes"),
     ],
 )

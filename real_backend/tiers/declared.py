@@ -1,9 +1,27 @@
-"""What exploration may draw for the connector tier: features, fields that are always the same, and how a draft is made to fit."""
+"""What the connector tier declares: the faults that it injects, the features that may be drawn for it, and what it pins."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from kvcover.faults.params import KEY_KINDS
+from kvcover.real_backend.driver.rank_faults import RANK_KINDS
+from kvcover.real_backend.inside.injection import NOTICE_KINDS, TRANSFER_KINDS
+
+# Keys and registrations are spoilt as the router writes its legs; requests and legs by the driver, which plays the router.
+INJECTED = frozenset(
+    (
+        *KEY_KINDS,
+        *NOTICE_KINDS,
+        *TRANSFER_KINDS,
+        *RANK_KINDS,
+        "stale-registration",
+        "abort",
+        "stop-at-prefill",
+        "fail-leg",
+        "delay-leg",
+    )
+)
 # Swarm features that the harness can act on; what others draw would be refused.
 DRAWN = ("read", "tp", "large-tp", "dp", "model", "router", "prompt", "requests", "generate", "block-ids", "pools", "keys",
          "events")  # fmt: skip
