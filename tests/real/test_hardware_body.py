@@ -346,9 +346,9 @@ def test_what_is_posted_on_the_real_library_is_noted() -> None:
     record_posts(SimpleNamespace(IOEngine=Engine))  # once is enough
     engine, remote = Engine(), SimpleNamespace(data=1000, engine_key="decode:h:1:tp0:dp0")
     assert engine.create_session(None, remote) is None
-    session = engine.create_session("local", remote)
+    session = engine.create_session(SimpleNamespace(data=100), remote)
     assert session is not None and session.alive()
     assert session.batch_write([0, 8], [16, 32], [8, 8], 1) == "status of 4"
     (batch,) = Engine.posted
-    assert (batch.kind, batch.remote_engine, batch.nbytes) == ("write", "decode:h:1:tp0:dp0", 16)
+    assert (batch.kind, batch.remote_engine, batch.nbytes, batch.local) == ("write", "decode:h:1:tp0:dp0", 16, 100)
     assert batch.remote_ranges == ((1016, 8), (1032, 8))
