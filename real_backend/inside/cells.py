@@ -15,7 +15,7 @@ from kvcover.sim.cache.geometry import AXES
 from kvcover.sim.cache.layers import Group
 from kvcover.sim.cache.presets import DTYPE_BYTES
 
-View = npt.NDArray[np.int32]
+LayerView = npt.NDArray[np.int32]
 """One layer of a rank's cache, shape [planes, blocks, block_size, heads, tags], whatever its order in memory."""
 TAG_BYTES = 4
 _MOST_TAGS = 2**31
@@ -83,19 +83,19 @@ class Cells:
         return len(self.group.layers) * self.group.shape.planes * len(self.heads) * blocks
 
     def memory(self) -> tuple[list[int], list[int]]:
-        """Return the lengths of a cache's axes in memory, tags last, and where in `View` its axes come from."""
+        """Return the lengths of a cache's axes in memory, tags last, and where in `LayerView` its axes come from."""
         shape = self.group.shape
         named = AXES[shape.layout, shape.order]
         axes = named + "".join(axis for axis in "ph" if axis not in named)
         sizes = {"p": shape.planes, "b": shape.num_blocks, "t": shape.block_size, "h": len(self.heads)}
         return [*(sizes[axis] for axis in axes), self.tags], [*(axes.index(axis) for axis in "pbth"), 4]
 
-    def view(self, cache: View) -> View:
-        """Return a layer's cache in the shape of `View` without a copy."""
+    def view(self, cache: LayerView) -> LayerView:
+        """Return a layer's cache in the shape of `LayerView` without a copy."""
         sizes, order = self.memory()
         return cache.reshape(sizes).transpose(order)
 
-    def identity(self, request: int, block: int, place: tuple[int, int, int]) -> View:
+    def identity(self, request: int, block: int, place: tuple[int, int, int]) -> LayerView:
         """Return the content of one cell, [block_size, tags]: numbers never used elsewhere in the run, never 0.
 
         `block` counts the request's blocks from 0; `place` is (layer, plane, global head). Raises ValueError if 31 bits
@@ -110,14 +110,14 @@ class Cells:
         tags = request * room.a_request + slot * room.tags + np.arange(self.tags, dtype=np.int64) + 1
         return (-tags if self.foreign_dtype else tags).astype(np.int32)
 
-    def fill(self, view: View, layer: int, request: int, blocks: Collection[int], first: int = 0) -> None:
+    def fill(self, view: LayerView, layer: int, request: int, blocks: Collection[int], first: int = 0) -> None:
         """Write one layer of a request's prompt, from its block `first` on, into its `blocks`."""
         for position, block in enumerate(blocks, first):
             for plane in range(self.group.shape.planes):
                 for slot, head in enumerate(self.heads):
                     view[plane, block, :, slot, :] = self.identity(request, position, (layer, plane, head))
 
-    def foreign(self, layers: Sequence[View], request: int, blocks: Collection[int]) -> int:
+    def foreign(self, layers: Sequence[LayerView], request: int, blocks: Collection[int]) -> int:
         """Count the cells in a request's blocks that hold content of another request."""
         found = 0
         for view in layers:
@@ -127,7 +127,7 @@ class Cells:
         return found
 
     def grade(
-        self, layers: Sequence[View], request: int, blocks: Collection[int], taken: Collection[int] | None, first: int = 0
+        self, layers: Sequence[LayerView], request: int, blocks: Collection[int], taken: Collection[int] | None, first: int = 0
     ) -> Coverage:
         """Compare a request's cells with what this rank needs: `blocks` are those of its prompt from block `first` on.
 
@@ -154,7 +154,7 @@ def by_cell(values: Any) -> Any:
     return values.any(4).any(2)
 
 
-def _grade_cell(cell: View, need: View) -> str:
+def _grade_cell(cell: LayerView, need: LayerView) -> str:
     if np.array_equal(cell, need):
         return "covered"
     return "wrong" if cell.any() else "missing"

@@ -13,7 +13,7 @@ from typing import Any
 
 from kvcover.real_backend.driver.processes import Ports
 from kvcover.real_backend.driver.trial import Role, Trial
-from kvcover.real_backend.inside.cells import View
+from kvcover.real_backend.inside.cells import LayerView
 from kvcover.real_backend.inside.device_cells import DeviceCells
 from kvcover.real_backend.inside.vllm_setup import LOOPBACK, MORIIO, EngineConfig, layer_names, torch_dtype
 from kvcover.real_backend.inside.worker import Worker
@@ -134,7 +134,7 @@ class DeviceWorker(Worker):
             )
             state.initialize_model_parallel(tensor_model_parallel_size=self._endpoint.tp, backend="gloo")
 
-    def _allocate(self) -> tuple[dict[str, Any], list[View]]:
+    def _allocate(self) -> tuple[dict[str, Any], list[LayerView]]:
         torch: Any = importlib.import_module("torch")
         (host_cells,) = self._cells  # models of unlike layers are refused on this tier
         cells = DeviceCells(**{each.name: getattr(host_cells, each.name) for each in fields(host_cells)})
@@ -155,7 +155,7 @@ class DeviceWorker(Worker):
         self._warm_up(cells, views[0])
         return caches, views
 
-    def _warm_up(self, cells: DeviceCells, view: View) -> None:
+    def _warm_up(self, cells: DeviceCells, view: LayerView) -> None:
         """Compile and load what a run uses, so that its first layer takes no longer than the others."""
         torch: Any = importlib.import_module("torch")
         cells.fill(view, 0, 0, (0,))

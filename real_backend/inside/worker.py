@@ -27,7 +27,7 @@ import numpy as np
 from kvcover.real_backend.driver.processes import Ports
 from kvcover.real_backend.driver.reports import Coverage, Forward, Raised, RankReport, StepReport
 from kvcover.real_backend.driver.trial import Role, Trial
-from kvcover.real_backend.inside.cells import TAG_BYTES, Cells, View, cells_of
+from kvcover.real_backend.inside.cells import TAG_BYTES, Cells, LayerView, cells_of
 from kvcover.real_backend.inside.injection import Injection
 from kvcover.real_backend.inside.raising import raised_by, what_is_broken
 from kvcover.real_backend.inside.vllm_setup import (
@@ -58,7 +58,7 @@ class Worker:
         self._cells = cells_of(trial, config.role, tp_rank)
         self._injection = Injection(trial, config.role, self.name, ports)
         self._watch = _Watch(self.name, self._injection)
-        self._used: dict[int, list[View]] = defaultdict(list)
+        self._used: dict[int, list[LayerView]] = defaultdict(list)
         self._steps = 0
         self._doing = "starting"
         self._main = threading.get_ident()
@@ -204,7 +204,7 @@ class Worker:
             )
             state.initialize_model_parallel(tensor_model_parallel_size=self._endpoint.tp)
 
-    def _allocate(self) -> tuple[dict[str, Any], list[View]]:
+    def _allocate(self) -> tuple[dict[str, Any], list[LayerView]]:
         """Make page-aligned caches, one mapping a layer, so that no release mistakes them for one shared region."""
         torch: Any = importlib.import_module("torch")
         caches, views = {}, []
@@ -213,7 +213,7 @@ class Worker:
             length = int(np.prod(cells.memory()[0]))
             pages = -(-length * TAG_BYTES // mmap.PAGESIZE)
             memory = mmap.mmap(-1, pages * mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            whole: View = np.frombuffer(memory, dtype=np.int32)
+            whole: LayerView = np.frombuffer(memory, dtype=np.int32)
             dtype = torch.uint8 if cells.group.geometry.state else torch_dtype(self._trial.kv_dtype(self._config.role))
             caches[name] = torch.from_numpy(whole)[:length].view(dtype).view(shape)
             views.append(cells.view(whole[:length]))

@@ -39,6 +39,8 @@ KINDS: dict[str, str] = {
     "short": "decode used cells that were missing or wrong",
     "stray": "a batch changed cells of another request or of a free block",
     "lost": "the router gave up on a request",
+    "settled": "who moved the data waited until batches of a request were over: those of one layer, or (no layer) all of them",
+    "write_done": "a decode rank got a write_done; peer: who sent it",
     "told": "a decode rank was told, or found, that its blocks are complete",
     "told_failed": "a decode rank was told that its blocks never come",
     "expired": "deferred write tasks of a prefill rank ran out of time",
@@ -100,6 +102,15 @@ class Sent(Fields, frozen=True):
 
     def __str__(self) -> str:
         return f"port {self.port}"
+
+
+class Counted(Fields, frozen=True):
+    """Of `write_done` and `released`: how many messages make the transfer complete at this rank."""
+
+    wanted: int
+
+    def __str__(self) -> str:
+        return f"one of {self.wanted}" if self.wanted > 1 else ""
 
 
 class Dial(Fields, frozen=True):

@@ -6,7 +6,7 @@ from typing import Any
 
 from kvcover.sim.cache.ledger import Copy, Count
 from kvcover.sim.cache.memory import Memory
-from kvcover.sim.kernel.events import ASTRAY, Short, Stray
+from kvcover.sim.kernel.events import ASTRAY, Counted, Short, Stray
 from kvcover.sim.moriio.rank import Rank
 from kvcover.sim.moriio.reader import Reader
 from kvcover.sim.moriio.reports import Reports
@@ -46,7 +46,9 @@ class DecodeRank(Rank):
         if not isinstance(transfer_id, str):
             return  # the sender refuses to send an id that is no string
         count = self.messages.get(transfer_id, 0) + 1
-        if self.me.release.completion == "all_writers" and count < writers:
+        wanted = writers if self.me.release.completion == "all_writers" else 1
+        self.context.log("write_done", self.name, sender, transfer.index, fields=Counted(wanted))
+        if count < wanted:
             self.messages[transfer_id] = count
             return
         self.messages.pop(transfer_id, None)

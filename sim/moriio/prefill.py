@@ -14,7 +14,7 @@ import numpy as np
 from kvcover.sim.cache.ledger import Codes
 from kvcover.sim.errors import PeerRefusal
 from kvcover.sim.kernel.clock import NEVER
-from kvcover.sim.kernel.events import Raised, Stall
+from kvcover.sim.kernel.events import Counted, Raised, Stall
 from kvcover.sim.moriio.engine import Engine
 from kvcover.sim.moriio.legs import Leg
 from kvcover.sim.moriio.rank import Rank, Tables
@@ -111,7 +111,7 @@ class PrefillRank(Rank):
             return
         if self._acks[key] >= wanted:
             self._released.add(key)
-            self.engine.report(transfer, self.name)
+            self.engine.report(transfer, self.name, Counted(wanted))
 
 
 class Waiting:
@@ -335,11 +335,11 @@ class PrefillEngine(Engine):
             self._reaped.add(transfer.index)
         self._free(transfer, "reaped")
 
-    def report(self, transfer: Transfer, rank: str) -> None:
+    def report(self, transfer: Transfer, rank: str, counted: Counted | None = None) -> None:
         """A rank reported the transfer finished; the executor counts reports and does not ask from whom."""
         if transfer.index in self._reaped:
             return
-        self.context.log("released", rank, request=transfer.index)
+        self.context.log("released", rank, request=transfer.index, fields=counted)
         self._reports[transfer.index] = self._reports.get(transfer.index, 0) + 1
         self._free_if_reported(transfer)
 

@@ -78,6 +78,8 @@ class ReadStep:
         if any(landing.error for landing in landings.values()) and self.me.release.read_failure == "load_errors":
             last = max(ns for landing in landings.values() for ns in landing.done_ns if ns < NEVER)
             yield self.context.clock.timeout(max(last + 1 - self.context.clock.now, 1))
+            if all(max(landing.done_ns) < NEVER for landing in landings.values()):
+                self._settled(-1)
             if len(self.me.tables) > 1 and self.me.release.failed_blocks == "one_table":
                 if self.context.geometry.has_states:
                     raise PeerRefusal("TransferError", "a read failed in a model with recurrent states", "states")
@@ -198,6 +200,10 @@ class ReadStep:
         def close(_event: Any) -> None:
             if self.engine.crashed:
                 return
+            # The first failed status among those that are looked at ends the look.
+            layer = len(landing.done_ns) - 1 if release.read_done == "last_layer" else -1
+            if layer not in landing.failed if layer >= 0 else not landing.error:
+                self.context.log("settled", rank.name, request=self.transfer.index, layer=layer)
             if not landing.error:
                 self.context.log("told", rank.name, request=self.transfer.index)
             try:
@@ -232,6 +238,8 @@ class ReadStep:
                 land = max((landing.done_ns[layer] for landing in landings.values()), default=clock.now)
                 if land >= clock.now:
                     yield clock.timeout(min(land + 1 - clock.now, self.context.setup.transfer_timeout_ns))
+                if landings and land < clock.now:
+                    self._settled(layer)
             for rank in self.engine.ranks:
                 rank.look(self.transfer, layer)
             yield clock.timeout(layer_ns)
@@ -257,4 +265,10 @@ class ReadStep:
                 raise PeerRefusal("TransferError", "reads still in flight at the transfer timeout", "read_barrier")
             return self.me.release.read_barrier != "step_or_fail"
         yield clock.timeout(wait)
+        if landings:
+            self._settled(-1)
         return True
+
+    def _settled(self, layer: int) -> None:
+        """The forward waited until the reads of the layer (-1: of all) were over."""
+        self.context.log("settled", self.engine.name, request=self.transfer.index, layer=layer)

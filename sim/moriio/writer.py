@@ -175,7 +175,7 @@ class Writer:
         job.closed = True
 
     def _write(self, job: Job, layer: int) -> None:
-        """One write task: a batch to every target. An error ends the transfer at this rank without a message."""
+        """One write task: a batch to every target. An error ends the transfer at this rank."""
         now = self.context.clock.now
         if now < self._thread_free_at or self._tasks:
             self._wait_for_thread(job, layer)
@@ -211,7 +211,7 @@ class Writer:
     # -- the end of a transfer --------------------------------------------------------------------------------
 
     def _finalize(self, job: Job) -> None:
-        """When every sealed write is posted: wait for them, tell decode, report. Errors and time-outs tell nobody."""
+        """When every sealed write is posted: wait for them, tell decode, report."""
         if job.closed or job.sealed is None or job.writes_done < job.sealed:
             return
         clock, timeout_ns = self.context.clock, self.context.setup.transfer_timeout_ns
@@ -226,6 +226,8 @@ class Writer:
             return
         if job.error and job.in_forward:
             return
+        if patient and job.last_land:
+            self.context.log("settled", self.name, request=job.transfer.index)
         if job.error:
             self._close_failed(job)
         else:

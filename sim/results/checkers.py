@@ -12,6 +12,7 @@ import msgspec
 
 from kvcover.sim.kernel.events import ASTRAY, Dial, Message, Stray
 from kvcover.sim.kernel.history import Event, History, Row
+from kvcover.sim.results.order import races, sees
 from kvcover.sim.results.result import Check
 
 Verdict = tuple[bool | None, str]
@@ -20,13 +21,18 @@ Verdict = tuple[bool | None, str]
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """What a run should do: decode ranks that need each request, prefill ranks that hold it, and who should reach whom.
 
+    `users` are all decode ranks where a request is, also those that need nothing from prefill.
     `intended` maps a rank to the ranks that it may handshake with; ranks that are not in it are not judged.
+    `observed` are the kinds of event that the tier sees (None: all), `one_queue` says that a transfer has one queue pair.
     """
 
     mode: str
     needed: Mapping[int, tuple[str, ...]]
     holders: Mapping[int, tuple[str, ...]]
+    users: Mapping[int, tuple[str, ...]]
     intended: Mapping[str, tuple[str, ...]] = {}
+    observed: frozenset[str] | None = None
+    one_queue: bool = True
 
 
 class Checker(msgspec.Struct, frozen=True):
@@ -116,6 +122,16 @@ def no_use_before_landing(history: History, plan: Plan) -> Verdict:
     return True, "everything landed before it was used"
 
 
+def no_race(history: History, plan: Plan) -> Verdict:
+    """Whether every use, free and reuse of blocks is ordered after the landings that it must not meet, whatever the times."""
+    if not sees(plan):
+        return None, "this tier does not see what orders events"
+    if (race := next(races(history, plan), None)) is not None:
+        return False, f"nothing orders {race}"
+    moved = history.rows_of("wrote", "read")
+    return (True, "every use, free and reuse is ordered after what landed") if moved else (None, "nothing moved")
+
+
 def source_held(history: History, plan: Plan) -> Verdict:
     """Whether prefill kept its blocks until the last batch from them had landed."""
     freed = {e.request: e.time_ns for e in history.events("freed", "reaped") if e.actor.startswith("P")}
@@ -159,6 +175,7 @@ CHECKERS: tuple[Checker, ...] = (
     Checker("told-written-needed", "ranks that need data = written = told", "vllm#41211", told_is_written_is_needed),
     Checker("completed-once", "each transfer completes once at each rank", "vllm#46290", completed_once),
     Checker("no-use-before-landing", "no byte lands after its layer was used", "vllm#48534", no_use_before_landing),
+    Checker("no-race", "no use, free or reuse of blocks is left to time", "vllm#48534", no_race),
     Checker("source-held", "prefill keeps its blocks until they have landed", "vllm#56465", source_held),
     Checker("no-stray-write", "a batch changes only cells of its own request", "vllm#48471", no_stray_write),
     Checker("dialled-is-intended", "every handshake reaches the rank that is meant", "vllm#47764", dialled_is_intended),

@@ -11,7 +11,7 @@ def disagreement(result: Result, expect: Expect | None, check: bool) -> str:
     if expect is None:
         if check and result.outcome not in GOOD:
             return f"outcome is {result.outcome}, coverage {result.coverage:.4g}"
-        return ""
+        return _unexpected_race(result, None, check)
     if expect.outcome is not None and expect.outcome != result.outcome:
         return f"expected outcome {expect.outcome}, got {result.outcome}"
     if expect.coverage is not None and abs(expect.coverage - result.coverage) > 1e-9:
@@ -25,4 +25,16 @@ def disagreement(result: Result, expect: Expect | None, check: bool) -> str:
                 return f"expected coverage {want:.6g} at decode rank {rank}, got {have}"
     if expect.outcome is None and result.outcome == "vacuous":
         return "a planned fault never fired, so the run proves nothing"
-    return ""
+    return _unexpected_race(result, expect.race, check)
+
+
+def _unexpected_race(result: Result, wanted: bool | None, check: bool) -> str:
+    """A race that nobody expects, or none where one is expected; a tier that does not see order is asked neither."""
+    found = next((each for each in result.checks if each.name == "no-race" and each.verdict != "unknown"), None)
+    if found is None:
+        return ""
+    if found.verdict == "pass":
+        return "expected a race, found none" if wanted else ""
+    if wanted or (wanted is None and not check):
+        return ""
+    return f"a race: {found.reason}; expect = {{race = true}} expects it"

@@ -480,15 +480,16 @@ def _used_early(record: Record, ranks: list[RankCoverage]) -> list[Found]:
     if record.mode == "write" or all(course.at_go is None for course in record.courses):
         return []
     decode = record.setup.decode
-    go_ns = min(event.time_ns for event in record.history.events("go"))
-    late = [e for e in record.history.events("read") if e.time_ns > go_ns]
-    short = [decode.rank_name(r.dp, r.tp) for r in ranks if r.coverage is not None and r.missing]
-    if not late or not short:
+    used = {(event.actor, event.request, event.layer): event.time_ns for event in record.history.events("short")}
+    goes = {event.request: event.time_ns for event in reversed(record.history.events("go"))}
+    late = [e for e in record.history.events("read") if e.time_ns > used.get((e.peer, e.request, e.layer), e.time_ns)]
+    if not late:
         return []
+    short, after_ns = dict.fromkeys(event.peer for event in late), max(event.time_ns - goes[event.request] for event in late)
     return [
         Found(
             kind="used-before-landing",
-            text=f"{span(short)} used layers before their reads landed (the last landed {late[-1].time_ns - go_ns} ns after go)",
+            text=f"{span(short)} used layers before their reads landed (the last landed {after_ns} ns after go)",
             causes=[cause for cause in _fired_at(record, "transfer") if cause.text.startswith("early-completion")]
             or [policy_cause(decode.release, "read_barrier")],
         )

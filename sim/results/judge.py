@@ -17,8 +17,9 @@ from kvcover.sim.results.outcome import (
     times_to_go,
     transfer_times,
 )
+from kvcover.sim.results.races import find_races
 from kvcover.sim.results.record import Record
-from kvcover.sim.results.result import FaultFired, Result, worst
+from kvcover.sim.results.result import FaultFired, Result, raced, worst
 
 
 def judge(record: Record, **told: Any) -> Result:
@@ -27,6 +28,9 @@ def judge(record: Record, **told: Any) -> Result:
     outcomes = [request_outcome(course) for course in record.courses]
     ranks = rank_coverages(record)
     sets = sets_of(record, ranks)
+    plan = plan_of(record)
+    checks = check_all(record.history, plan)
+    races = find_races(record, plan) if raced(checks) else []
     go = [count for course in record.courses for count in course.cells]
     end = [count for course in record.courses for count in course.at_end]
     cells = sum(count.cells for count in go)
@@ -48,8 +52,8 @@ def judge(record: Record, **told: Any) -> Result:
         by_rank=ranks,
         by_request=outcomes,
         sets=sets,
-        findings=[found.told() for found in find(record, ranks, sets)],
-        checks=check_all(record.history, plan_of(record)),
+        findings=[found.told() for found in [*find(record, ranks, sets), *races]],
+        checks=checks,
         faults=faults,
         transfer_ms=percentiles(transfer_times(record)),
         time_to_go_ms=percentiles(times_to_go(record)),

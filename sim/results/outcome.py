@@ -110,11 +110,15 @@ def plan_of(record: Record) -> Plan:
         for dp in range(initiator.dp):
             if tps:
                 intended[initiator.rank_name(dp, tp)] = reached
+    users = {c.index: tuple(decode.rank_name(c.decode_dp, tp) for tp in range(decode.tp)) for c in record.courses}
     return Plan(
         mode=record.mode,
-        needed={c.index: tuple(decode.rank_name(c.decode_dp, tp) for tp in range(decode.tp)) for c in record.courses if _asks(c)},
+        needed={c.index: users[c.index] for c in record.courses if _asks(c)},
         holders={c.index: tuple(prefill.rank_name(c.prefill_dp, tp) for tp in range(prefill.tp)) for c in record.courses},
+        users=users,
         intended=intended,
+        observed=record.observed,
+        one_queue=setup.scenario.rdma.queue_pairs == 1,
     )
 
 

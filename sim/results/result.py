@@ -160,6 +160,11 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
         return built
 
 
+def raced(checks: list[Check]) -> bool:
+    """Whether a race was found; not seen is not found."""
+    return any(check.name == "no-race" and check.verdict == "fail" for check in checks)
+
+
 def worst(outcomes: list[str]) -> str:
     """The worst of some outcomes; `vacuous` is decided elsewhere."""
     return max(outcomes, key=OUTCOMES.index, default="ok")
@@ -173,12 +178,14 @@ class Summary(msgspec.Struct, frozen=True):
 
 
 def summarize(results: list[Result]) -> Summary:
-    """Count outcomes by mode; a vacuous run is not good either."""
-    bad = sum(result.outcome not in GOOD for result in results)
+    """Count outcomes by mode; a vacuous run is not good either, nor is one with a race, however it went."""
+    bad = sum(result.outcome not in GOOD or raced(result.checks) for result in results)
     parts = []
     for mode in dict.fromkeys(result.mode for result in results):
         counts = Counter(result.outcome for result in results if result.mode == mode)
         told = ", ".join(f"{counts[o]} {o}" for o in (*OUTCOMES, "vacuous") if counts[o])
+        races = sum(result.mode == mode and raced(result.checks) for result in results)
+        told += f", {races} with a race" if races else ""
         parts.append(f"{mode.upper()} {told}")
     releases = results[0].release
     if results[0].decode_release != releases:

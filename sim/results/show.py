@@ -11,7 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from kvcover.sim.results.result import GOOD, MEANING, OUTCOMES, RankCoverage, Remedies, Result, summarize
+from kvcover.sim.results.result import GOOD, MEANING, OUTCOMES, RankCoverage, Remedies, Result, raced, summarize
 
 Item = TypeVar("Item")
 _STYLE = {"ok": "green", "refused": "cyan", "recomputed": "cyan", "failed": "yellow", "degraded": "yellow",
@@ -83,6 +83,9 @@ def show_matrix(results: list[Result]) -> None:
         example = next(r for r in results if r.outcome == worst)
         out.print(f"worst: {worst} ({MEANING[worst]}); see it with", soft_wrap=True)
         out.print(f"  {example.replay}", soft_wrap=True)
+    elif (racing := next((r for r in results if raced(r.checks)), None)) is not None:
+        out.print("race: nothing but time orders what decode uses, or an engine frees; see it with", soft_wrap=True)
+        out.print(f"  {racing.replay}", soft_wrap=True)
 
 
 def matrix_markdown(results: list[Result]) -> str:
@@ -94,7 +97,7 @@ def matrix_markdown(results: list[Result]) -> str:
         lines += [f"**{mode.upper()}**, vLLM {_releases(first)}, {first.model}, {first.tier} tier: coverage and outcome", ""]
         lines += ["| P \\ D | " + " | ".join(f"TP{tp}" for tp in columns) + " |", "|---" * (len(columns) + 1) + "|"]
         for prefill in dict.fromkeys(result.prefill["tp"] for result in mine):
-            row = [f"{fraction(r.coverage)} {r.outcome}" for r in mine if r.prefill["tp"] == prefill]
+            row = [f"{fraction(r.coverage)} {r.outcome}{_race(r)}" for r in mine if r.prefill["tp"] == prefill]
             lines.append(f"| TP{prefill} | " + " | ".join(row) + " |")
         lines.append("")
     backend = results[0].backend
@@ -129,9 +132,14 @@ def _show_mode(out: Console, results: list[Result]) -> None:
             row: list[Text] = [Text(f"TP{prefill}")]
             for decode in part:
                 result = cells[prefill, decode]
-                row.append(Text(fraction(result.coverage) + "\n").append_text(outcome_text(result.outcome)))
+                row.append(Text(fraction(result.coverage) + "\n").append_text(outcome_text(result.outcome)).append(_race(result)))
             table.add_row(*row, end_section=True)
         out.print(table)
+
+
+def _race(result: Result) -> str:
+    """What a good outcome owes to luck."""
+    return ", race" if result.outcome in GOOD and raced(result.checks) else ""
 
 
 def _releases(result: Result) -> str:
@@ -145,7 +153,7 @@ def show_result(result: Result) -> None:
     out = console()
     head = Text(f"{result.mode.upper()} {_engine('P', result.prefill)} → {_engine('D', result.decode)}, vLLM {_releases(result)}, "
                 f"{result.model}, {result.router}, {result.tier} tier\n")  # fmt: skip
-    head.append_text(outcome_text(result.outcome)).append(f": {MEANING[result.outcome]}\n")
+    head.append_text(outcome_text(result.outcome)).append(f"{_race(result)}: {MEANING[result.outcome]}\n")
     went = any(check.name == "coverage-at-go" and check.verdict != "unknown" for check in result.checks)
     at_go = f"coverage {fraction(result.coverage)} at go, " if went else "no go; coverage "
     head.append(f"{at_go}{fraction(result.coverage_end)} at the end, "

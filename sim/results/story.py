@@ -38,6 +38,8 @@ _TOLD = {
     "short": "{who} used its cells, of which not all were right: {detail}",
     "stray": "{who}: {detail} of others changed",
     "lost": "{who} gave up: {detail}",
+    "settled": "{who} waited until its batches were over",
+    "write_done": "{who} got a write_done",
     "told": "{who} took its blocks for complete",
     "told_failed": "{who} learned that its blocks never come",
     "expired": "{who} gave up waiting for decode's blocks",

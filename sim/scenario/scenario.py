@@ -135,11 +135,15 @@ Outcome = Literal["ok", "refused", "recomputed", "failed", "degraded", "leak", "
 
 
 class Expect(_Strict, frozen=True):
-    """What `--check` compares the result with; without it, `--check` wants `ok`, `refused` or `recomputed`."""
+    """What `--check` compares the result with; without it, `--check` wants `ok`, `refused` or `recomputed`.
+
+    `race` says whether a race is to be found, on a tier that sees what orders events; left open, `--check` allows none.
+    """
 
     outcome: Outcome | None = None
     coverage: Annotated[float, Meta(ge=0, le=1)] | None = None
     by_rank: tuple[Annotated[float, Meta(ge=0, le=1)], ...] | None = None
+    race: bool | None = None
 
 
 class Scenario(_Strict, frozen=True):

@@ -26,8 +26,9 @@ from kvcover.sim.releases.records import RELEASES
 from kvcover.sim.releases.watched import watched
 from kvcover.sim.results.chains import Cause, Found, Lever
 from kvcover.sim.results.findings import find
-from kvcover.sim.results.outcome import rank_coverages, sets_of
-from kvcover.sim.results.result import GOOD, OUTCOMES, Remedies, Remedy, Result, Shown
+from kvcover.sim.results.outcome import plan_of, rank_coverages, sets_of
+from kvcover.sim.results.races import find_races
+from kvcover.sim.results.result import GOOD, OUTCOMES, Remedies, Remedy, Result, Shown, raced
 from kvcover.sim.results.show import progress
 from kvcover.sim.scenario.routers import ROUTERS
 from kvcover.sim.scenario.scenario import Scenario
@@ -176,13 +177,13 @@ class Search:
 
 
 def explain(scenario: Scenario, budget_s: float | None = None) -> Result:
-    """Run a scenario; if it is bad, say of each cause of its findings whether a flip shows it, and what makes the run better.
+    """Run a scenario; if it is bad, or left to a race, say of each cause whether a flip shows it, and what makes it better.
 
     `budget_s`: try pairs of flips too, for so many seconds.
     """
     started = time.perf_counter()
     search = Search(scenario)
-    if search.result.outcome in GOOD:
+    if search.result.outcome in GOOD and not raced(search.result.checks):
         return search.result
     search.singles()
     if budget_s is not None:
@@ -209,7 +210,7 @@ def _flipped(scenario: Scenario, flips: Sequence[Flip]) -> Scenario:
 def _findings(world: World) -> list[Found]:
     record = record_of(world)
     ranks = rank_coverages(record)
-    return find(record, ranks, sets_of(record, ranks))
+    return [*find(record, ranks, sets_of(record, ranks)), *find_races(record, plan_of(record))]
 
 
 def _fewest_layers(scenario: Scenario, whole: Geometry, result: Result) -> Geometry:

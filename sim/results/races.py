@@ -1,0 +1,52 @@
+"""Findings of races: both events, the edge that is missing, and the policy that would be it."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from kvcover.sim.releases.policies import POLICIES
+from kvcover.sim.results.chains import Cause, Found, Lever, policy_cause
+from kvcover.sim.results.checkers import Plan
+from kvcover.sim.results.findings import span
+from kvcover.sim.results.order import MISSING, Missing, Race, What, races
+from kvcover.sim.results.record import Record
+
+_WORDS: dict[What, str] = {
+    "use": "decode uses blocks of request {whose} that {pairs} moved: {missing}",
+    "free": "prefill frees blocks of request {whose} that {pairs} moved: {missing}",
+    "reuse": "decode gives back blocks of request {whose} that {pairs} moved, for others to take: {missing}",
+}
+# What is decided by which policy of which side, and the policy that would order it.
+_EDGE: dict[tuple[str, What, Missing], tuple[str, str, str]] = {
+    ("read", "use", "barrier"): ("decode", "read_barrier", "step"),
+    ("read", "free", "queue"): ("decode", "read_done", "all_layers"),
+    ("read", "free", "count"): ("prefill", "acks", "fan_in"),
+    ("write", "use", "count"): ("decode", "completion", "all_writers"),
+    ("write", "free", "wait"): ("prefill", "write_wait", "all_statuses"),
+    ("write", "reuse", "wait"): ("prefill", "write_wait", "all_statuses"),
+}
+
+
+def find_races(record: Record, plan: Plan) -> list[Found]:
+    """One finding for each missing edge."""
+    grouped: dict[tuple[What, Missing], list[Race]] = defaultdict(list)
+    for race in races(record.history, plan):
+        grouped[race.what, race.missing].append(race)
+    return [_finding(record, found) for found in grouped.values()]
+
+
+def _finding(record: Record, found: list[Race]) -> Found:
+    first = found[0]
+    sources, targets = span(dict.fromkeys(r.source for r in found)), span(dict.fromkeys(r.target for r in found))
+    whose = ", ".join(map(str, sorted({race.request for race in found})))
+    text = _WORDS[first.what].format(whose=whose, pairs=f"{sources} → {targets}", missing=MISSING[first.missing])
+    causes = [Cause(f"nothing orders {first}")]
+    edge = _EDGE.get((record.mode, first.what, first.missing))
+    if edge is not None:
+        side, field, better = edge
+        release = (record.setup.prefill if side == "prefill" else record.setup.decode).release
+        causes.append(policy_cause(release, field))
+        if getattr(release, field) != better:
+            would = f"{field} = {better} would order it: {POLICIES[field][better].text}"
+            causes.append(Cause(would, (Lever("policy", field),)))
+    return Found(kind="race", text=text, causes=causes)
