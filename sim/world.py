@@ -18,7 +18,7 @@ from kvcover.sim.moriio.decode import DecodeEngine
 from kvcover.sim.moriio.prefill import PrefillEngine
 from kvcover.sim.moriio.transfer import Transfer
 from kvcover.sim.moriio.writer import BROKEN, NEVER
-from kvcover.sim.releases.policies import map_fan
+from kvcover.sim.releases.maps import map_fan
 from kvcover.sim.scenario.dispatch import Dispatch, Params
 from kvcover.sim.scenario.setup import Endpoint, Request, Setup
 
@@ -122,8 +122,8 @@ class World:
     def _bind(self, engine: PrefillEngine | DecodeEngine, rank: PrefillRank | DecodeRank) -> None:
         """Ranks bind in order; one whose handshake port is taken never becomes ready, nor does its engine."""
         me = engine.me
-        pods = me.release.pod_routing != "none"
-        port = me.release.call("ports")(engine.dp % me.local_dp if pods else engine.dp, rank.tp, me.tp)
+        dp = engine.dp % me.local_dp if me.release.pod_ports == "in_pod" else engine.dp
+        port = me.release.call("ports")(dp, rank.tp, me.tp)
         host = me.hosts[me.pod(engine.dp)]
         if not self.network.bind((host, me.handshake_port + port), rank):
             # It waits for its listener for ever, and the other DP ranks of the deployment wait for it.

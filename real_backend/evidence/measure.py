@@ -19,7 +19,8 @@ from typing import Any
 from kvcover.real_backend.driver.case import USUAL_BLOCK_SIZE, CacheForm, CaseResult, Coverage, EngineSize
 from kvcover.real_backend.driver.harness import Harness
 from kvcover.real_backend.driver.race import NO_BARRIER, OVERWRITTEN, Race, race_of
-from kvcover.real_backend.evidence.plan import RELEASES, Cell, cells
+from kvcover.real_backend.evidence.plan import Cell, cells
+from kvcover.sim.releases.records import PUBLISHED
 
 _HEADER = """\
 # Measured with vLLM's own, unmodified MoRI-IO connector, one process a rank, over a stand-in mori.io.
@@ -56,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Command line entry."""
     parser = argparse.ArgumentParser(prog="python -m kvcover.real_backend.evidence.measure", description=__doc__)
     parser.add_argument("--tree", type=Path, required=True, help="a vLLM source tree")
-    parser.add_argument("--release", choices=RELEASES, required=True, help="what the tree holds")
+    parser.add_argument("--release", choices=PUBLISHED, required=True, help="what the tree holds")
     parser.add_argument("--out", type=Path, help="TOML file to merge into")
     parser.add_argument("--only", default="", help="measure only cells whose id contains this")
     parser.add_argument("--date", default="", help="date to write into the rows")
@@ -204,7 +205,7 @@ def merge(path: Path, rows: Sequence[Row]) -> None:
     """Put `rows` into the file in place of those with the same id, in the order of the plan."""
     known = {row["id"]: row for row in tomllib.loads(path.read_text())["row"]} if path.exists() else {}
     known |= {row["id"]: row for row in rows}
-    order = [cell.id for release in RELEASES for cell in cells(release)]
+    order = [cell.id for release in PUBLISHED for cell in cells(release)]
     position = {identifier: index for index, identifier in enumerate(order)}
     kept = sorted((row for row in known.values() if row["id"] in position), key=lambda row: position[row["id"]])
     text = _HEADER + "".join("\n[[row]]\n" + "".join(f"{k} = {_toml(v)}\n" for k, v in row.items()) for row in kept)

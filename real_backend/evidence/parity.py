@@ -26,7 +26,8 @@ from kvcover.real_backend.driver.case import CaseResult, Coverage, EngineSize, M
 from kvcover.real_backend.driver.harness import Harness
 from kvcover.real_backend.driver.race import race_of
 from kvcover.real_backend.evidence.all_pairs import Case, all_pairs
-from kvcover.real_backend.evidence.plan import RELEASES, Cell
+from kvcover.real_backend.evidence.plan import Cell
+from kvcover.sim.releases.records import PUBLISHED
 from kvcover.sim.results.agreement import View, differences, view
 from kvcover.sim.scenario.scenario import build
 from kvcover.sim.simulate import run
@@ -35,7 +36,7 @@ _ATTEMPTS = 3
 _SHORT_TIMERS = {"transfer_timeout_s": 1.5, "defer_timeout_s": 2.0}
 _HEADS = {"mla": ModelShape(layers=2), "gqa8": ModelShape(2, kv_heads=8), "gqa2": ModelShape(2, kv_heads=2)}
 _FACTORS: dict[str, Sequence[Any]] = {
-    "release": RELEASES,
+    "release": PUBLISHED,
     "tp": ((2, 2), (1, 1), (1, 2), (2, 1), (2, 4), (4, 2), (1, 4), (4, 1), (4, 4), (8, 8), (8, 4), (4, 8)),
     "heads": tuple(_HEADS),
     "mode": ("write", "read"),
@@ -105,7 +106,7 @@ def plan() -> list[Planned]:
     cases += all_pairs({**healthy, "release": _MOST_CHANGED}, _fits)
     cases += all_pairs({**healthy, "release": _SKEWED}, _fits)
     planned = {each.id: each for each in map(_planned, cases)}
-    return sorted(planned.values(), key=lambda each: (each.decode_release != each.cell.release, RELEASES.index(each.cell.release)))
+    return sorted(planned.values(), key=lambda each: (each.decode_release != each.cell.release, PUBLISHED.index(each.cell.release)))
 
 
 def _fits(case: Case) -> bool:

@@ -12,8 +12,6 @@ from kvcover.sim.releases.records import get_release
 from kvcover.sim.scenario.dispatch import Dispatch
 from kvcover.sim.scenario.routers import get_router
 
-RELEASES = ("0.24.0", "0.25.1", "0.26.0", "0.27.0", "0.28.0", "0.29.0", "0.30.0", "0.31.0", "0.32.0", "0.33.0")
-
 _MLA = ModelShape(layers=2)
 _GQA8 = ModelShape(layers=2, kv_heads=8, head_dim=8)
 _GQA2 = ModelShape(layers=2, kv_heads=2, head_dim=8)
@@ -237,8 +235,8 @@ def cells(release: str) -> Iterator[Cell]:
         yield cell("read", 2, 2, _MLA, faults=(fault,))
     for requests, group in ((1, _SWAPPED), (2, _STALE)):
         for mode, p, d, dp, fault in group:
-            # Up to 0.26 a step reads for one request only, whatever their keys.
-            if mode == "write" or requests == 1 or release not in ("0.24.0", "0.25.1", "0.26.0"):
+            # Where a step reads for one request only, it does so whatever their keys.
+            if mode == "write" or requests == 1 or get_release(release).read_queue == "all":
                 yield Cell(release, mode, EngineSize(p, dp), EngineSize(d, dp), _MLA, toy, (fault,), requests)
     yield from _cache_cells(release, toy)
     yield from _layer_cells(release, toy)
@@ -293,7 +291,7 @@ def _cache_cells(release: str, router: str) -> Iterator[Cell]:
 def _layer_cells(release: str, router: str) -> Iterator[Cell]:
     """Yield the cells of models whose layers are not all alike."""
     record = get_release(release)
-    hybrid = record.windows != "as_full"
+    hybrid = record.hybrid_manager == "on"
 
     def cell(mode: Mode, prefill: EngineSize, decode: EngineSize, model: ModelShape) -> Cell:
         sizes = [replace(size, hybrid_kv=size.hybrid_kv and hybrid) for size in (prefill, decode)]
@@ -344,7 +342,7 @@ _STATES: tuple[tuple[Mode, int, int, ModelShape, tuple[str, ...]], ...] = (
 
 def _state_cells(release: str, router: str) -> Iterator[Cell]:
     """Yield the cells of models with recurrent states; before 0.31 they don't start."""
-    if get_release(release).states in ("no_hybrid", "refused"):
+    if get_release(release).states == "refused":
         for mode in _MODES:
             yield Cell(release, mode, EngineSize(1), EngineSize(1), _GQA8_STATE, router)
         return

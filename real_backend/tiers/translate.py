@@ -134,7 +134,7 @@ def _size(side: Side, setup: Setup) -> EngineSize:
     size, lookahead = endpoint.shape.block_size, endpoint.side.lookahead_tokens
     if lookahead > size or (lookahead and setup.scenario.mode == "write"):
         raise TierError(f"{side}.lookahead_tokens", f"{lookahead}: the harness has one block of them, in READ", _HINT)
-    hybrid = endpoint.side.hybrid_kv and (setup.geometry.has_states or endpoint.release.windows != "as_full")
+    hybrid = endpoint.side.hybrid_kv and (setup.geometry.has_states or endpoint.release.hybrid_manager == "on")
     return EngineSize(endpoint.tp, endpoint.dp, endpoint.shape.num_blocks, _form(side, endpoint, setup), hybrid, lookahead)
 
 

@@ -68,7 +68,7 @@ class DecodeRank(Rank):
 
     def on_write_failed(self, transfer_id: Any, transfer: Transfer, sender: str) -> None:
         """A prefill rank says that nothing was or will be written; an older release does not know the message."""
-        if self.me.release.expiry == "silent":
+        if self.me.release.write_failed_heard == "unknown":
             self.poison("write_failed is unknown to this release", transfer, sender)
             return
         key = str(transfer_id)
@@ -188,16 +188,16 @@ class DecodeEngine:
         if self.crashed:
             transfer.bad_end = "crash"
             return
-        refuses = self.me.release.unsupported == "request_refused"
+        if self.me.release.unsupported == "request_refused" and (why := self.world.refuses()):
+            self.world.refuse(transfer, self.name, why)
+            return
         try:
-            if refuses and (why := self.world.refuses()):
-                raise PeerRefusal("Refused", why)
             if self.world.mode == "write":
                 self._admit_write(transfer, params)
             else:
                 self._admit_read(transfer, params)
         except PeerRefusal as refusal:
-            if refuses:
+            if self.me.release.leg_error == "request_refused":
                 self.world.refuse(transfer, self.name, refusal.text)
             else:
                 self.crash(Raised.by(refusal), transfer)
@@ -331,7 +331,7 @@ class DecodeEngine:
         wanted = params.get("do_remote_prefill") and params.get("remote_block_ids") and "remote_engine_id" in params
         leg = self._read_leg(transfer, params) if wanted else None
         skipped = transfer.request.decode_hit_blocks if transfer.request.suffix_only else 0
-        nothing = transfer.request.external_zero and release.read_pairing != "exact"
+        nothing = transfer.request.external_zero and release.external_zero_read == "nothing"
         local: Tables = []
         for table, blocks in zip(self.me.tables, self._allocate(transfer), strict=True):
             local.append(blocks.tolist() if table.state else [] if nothing else blocks[skipped:].tolist())  # a state is always read
@@ -395,8 +395,8 @@ class DecodeEngine:
             self.announce.release(transfer, params, params.get("transfer_id"))
             return
         leg = self._read_leg(transfer, params)
-        if self.me.release.read_pairing == "exact":
-            self.crash(Raised("ValueError", "0 local blocks and some remote blocks", "read_pairing"), transfer)
+        if self.me.release.abort_before_read == "raises":
+            self.crash(Raised("ValueError", "0 local blocks and some remote blocks", "abort_before_read"), transfer)
             return
         for rank in self.ranks:
             anyone = self.world.prefills[0].ranks[0]

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from kvcover.sim.errors import PeerRefusal
-from kvcover.sim.releases.policies import as_int
+from kvcover.sim.releases.sizes import as_int
 from kvcover.sim.scenario.setup import Endpoint
 
 _ADDRESS_KEYS = ("remote_host", "remote_handshake_port", "remote_notify_port")

@@ -160,9 +160,11 @@ class PrefillEngine:
         if self.crashed:
             answer.succeed(None)
             return
+        if self.me.release.unsupported == "request_refused" and (why := self.world.refuses()):
+            self.world.refuse(transfer, self.name, why)
+            answer.succeed(None)
+            return
         try:
-            if self.me.release.unsupported == "request_refused" and (why := self.world.refuses()):
-                raise PeerRefusal("Refused", why)
             mapped = self._mapped_id(transfer, params) if params else None
             leg = self._read(transfer, params)
         except PeerRefusal as refusal:
@@ -187,7 +189,7 @@ class PrefillEngine:
             self.world.clock.process(self._steps())
 
     def _refuse_or_crash(self, transfer: Transfer, refusal: PeerRefusal) -> None:
-        if self.me.release.unsupported == "request_refused":
+        if self.me.release.leg_error == "request_refused":
             self.world.refuse(transfer, self.name, refusal.text)
         else:
             self.crash(Raised.by(refusal), transfer)

@@ -22,7 +22,9 @@ from kvcover.sim.kernel.events import Dial, Failed, Raised, Sealed, Sent, Stall
 from kvcover.sim.moriio.legs import Leg, check_hashable
 from kvcover.sim.moriio.rank import Rank, Tables
 from kvcover.sim.moriio.transfer import Transfer
-from kvcover.sim.releases.policies import MOST_RANKS, Target, as_int, fold
+from kvcover.sim.releases.maps import MOST_RANKS, Target
+from kvcover.sim.releases.ports import fold
+from kvcover.sim.releases.sizes import as_int, non_positive_is_own
 from kvcover.sim.scenario.setup import Endpoint
 
 if TYPE_CHECKING:
@@ -108,7 +110,7 @@ class Writer:
         self._last_leg: Leg | None = None
         release = self.me.release
         self._map, self._pair = release.call("write_map"), release.call("write_pairing")
-        self._dial_offset, self._port_offset = release.call("dial"), release.call("ports")
+        self._dial_offset, self._port_offset = release.call("dial"), release.call("notify_ports")
         self._known_size, self._done_to = release.call("unknown_tp_map"), release.call("write_done_to")
 
     def job(self, transfer: Transfer, leg: Leg) -> Job:
@@ -180,8 +182,8 @@ class Writer:
             return
         if not job.error and not job.in_flight:
             self._finalize(job)
-        elif self.me.release.write_failure == "silent":
-            raise PeerRefusal("TransferError", job.error or "transfer timeout", "write_failure")
+        elif self.me.release.write_failure_in_forward == "raises":
+            raise PeerRefusal("TransferError", job.error or "transfer timeout", "write_failure_in_forward")
         else:
             self._close_failed(job)
 
@@ -466,16 +468,16 @@ class Writer:
             blocks = blocks[: job.transfer.request.prefill_size]
         part: Slice | None = None
         if geometry.state:
-            size = self._known_size(as_int(job.leg.peer_tp), self.me.tp)
-            if size == self.me.tp != as_int(job.leg.peer_tp):  # 0, which means own size to everything else
-                raise PeerRefusal(
-                    "NotImplementedError", f"recurrent states of TP size {size} to TP size {job.leg.peer_tp}", "states"
-                )
+            size = self.me.release.call("unknown_tp_states_write")(as_int(job.leg.peer_tp), self.me.tp)
+            if size <= 0:
+                text = f"recurrent states of TP size {self.me.tp} to TP size {job.leg.peer_tp}"
+                raise PeerRefusal("NotImplementedError", text, "unknown_tp_states_write")
             part = state_slice(self.rank.tp, self.me.tp, target.tp_rank, size, mine.shape.heads, theirs.shape.heads)
         elif self.me.release.write_plan == "head_slices" and self._by_heads(job, target, rank, group):
             part = Slice(target.local, target.remote, target.count)
-            if self.world.geometry.mixed and self.me.release.unsupported == "request_refused":
-                part = Slice(0, 0, mine.shape.heads)  # layers of two kinds: it refuses unequal TP, so all heads of this kind
+            equal = self._known_size(as_int(job.leg.peer_tp), self.me.tp) == self.me.tp
+            if self.world.geometry.mixed and equal and self.me.release.slice_heads == "of_layer":
+                part = Slice(0, 0, mine.shape.heads)
         pairs = self._pair(blocks, job.blocks[mine.table])
         local, remote = (np.array(side, dtype=np.int64) for side in zip(*pairs, strict=True))
         source = SourceCache(mine.shape, self.rank.engine.contents, geometry.heads_of(self.rank.tp, self.me.tp).start)
@@ -491,7 +493,7 @@ class Writer:
         assert job.leg is not None
         mine, theirs = self.me.groups[group].shape, rank.me.groups[group].shape
         advertised = rank.me.advertised(rank.me.groups[group]) if mine.planes > 1 else None
-        advertises = rank.me.release.write_plan == "head_slices"
+        advertises = rank.me.release.advertised == "layouts"
         if advertises and mine.block_size != theirs.block_size:
             raise PeerRefusal("MoRIIOError", f"{mine.block_size} tokens a block here, {theirs.block_size} at the peer")
         assumed = self.world.geometry.heads_per_rank(self._known_size(as_int(job.leg.peer_tp), self.me.tp))
@@ -546,9 +548,9 @@ class Writer:
     def _close(self, job: Job) -> None:
         """Nothing more happens for this transfer here; the rank reports it finished."""
         job.closed = True
-        # A rank whose id the scheduler doesn't map is never matched to a request, nor, since acks are counted, is no id at all.
+        # A rank whose id the scheduler doesn't map is never matched to a request, nor, in most releases, is no id at all.
         known = job.id in self.rank.engine.known
-        if job.leg is None or (known and (job.leg.transfer_id is not None or self.me.release.acks == "any")):
+        if job.leg is None or (known and (job.leg.transfer_id is not None or self.me.release.null_id == "matched")):
             self.rank.engine.report(job.transfer, self.name)
 
     def _expire(self, job: Job) -> None:
@@ -573,7 +575,7 @@ class Writer:
         leg = job.leg
         assert leg is not None
         route = self._last_leg if self.me.release.pod_routing == "worker" and self._last_leg is not None else leg
-        offset = self._port_offset(fold(dp, route.pod_dp), tp, self._known_size(as_int(leg.peer_tp), self.me.tp))
+        offset = self._port_offset(fold(dp, route.pod_dp), tp, non_positive_is_own(as_int(leg.peer_tp), self.me.tp))
         port = leg.notify_port + offset
         self.world.log(f"{what}_sent", self.name, request=job.transfer.index, fields=Sent(port))
         self.world.network.send(self.name, (route.pod_host(dp), port), job.transfer.index, what, deliver)

@@ -173,7 +173,7 @@ FIELDS: dict[str, Field] = {
     }),
     "dial": Field(("dialled", "dial_dead"), {
         "dp_plus_tp": Policy("dials base + dp + tp", dp_plus_tp),
-        "dp_times_tp_plus_tp": Policy("dials base + dp × (peer TP as read) + tp; an unknown size erases dp (0.27+)", dp_times_tp_plus_tp),
+        "dp_times_tp_plus_tp": Policy("dials base + dp × (peer TP as read) + tp; an unknown size erases dp", dp_times_tp_plus_tp),
     }),
     "notify_ports": Field(("blocks_ready_sent", "release_sent", "write_done_sent", "write_failed_sent"), {
         "dp_plus_tp": Policy("in WRITE messages go to base + dp + tp (all releases)", dp_plus_tp),

@@ -349,8 +349,9 @@ _0_33 = replace(
 _REFERENCE = replace(
     _0_33,
     name="reference",
-    toy_proxy="toy-proxy 0.27.0",
+    toy_proxy="toy-proxy 0.27.0",  # the newest that sends no request to a DP rank that isn't there
     peer_tp="true_size",
+    transfer_id_missing="key_error",
     leg_error="request_refused",
     unsupported="request_refused",
     cache_layouts="any",
@@ -384,7 +385,10 @@ _REFERENCE = replace(
 RELEASES: dict[str, ConnectorRelease] = {
     record.name: record for record in (_0_24, _0_25, _0_26, _0_27, _0_28, _0_29, _0_30, _0_31, _0_32, _0_33, _REFERENCE)
 }
-NEWEST = "0.33.0"
+REFERENCE = _REFERENCE.name
+PUBLISHED = tuple(name for name in RELEASES if name != REFERENCE)
+"""The releases of vLLM, the oldest first."""
+NEWEST = PUBLISHED[-1]
 # Patch releases whose connector files are the same as another's.
 ALIASES = {"0.25.0": "0.25.1", "0.27.1": "0.27.0"}
 

@@ -9,7 +9,7 @@ from typing import Any
 from kvcover.faults import Fault, KeyFault
 from kvcover.sim.errors import nearest
 from kvcover.sim.kernel.events import Dial, Failed, FaultFired, Listener, Lost, Raised
-from kvcover.sim.releases.policies import POLICIES
+from kvcover.sim.releases.policies import FIELDS
 from kvcover.sim.releases.records import ConnectorRelease
 from kvcover.sim.results.outcome import intended_peers
 from kvcover.sim.results.record import Record
@@ -65,8 +65,18 @@ def span(names: Iterable[str]) -> str:
     return ", ".join(listed)
 
 
-def peer_tp_causes(release: ConnectorRelease, params: Mapping[str, Any], field: str = "peer_tp") -> list[str]:
-    """Why a leg's peer TP size was read as it was."""
+_UNKNOWN = {
+    "refused": "refuses an unknown size",
+    "zero_is_own": "takes the peer to be as large as itself",
+    "non_positive_is_own": "takes the peer to be as large as itself",
+    "remote_tp_size_or_tp_size_or_own": "takes the peer to be as large as itself",
+}
+
+
+def peer_tp_causes(
+    release: ConnectorRelease, params: Mapping[str, Any], field: str = "peer_tp", unknown: str = "unknown_tp_map"
+) -> list[str]:
+    """Why a leg's peer TP size was read as it was; `unknown` is the field that says what a missing one counts as."""
     policy = getattr(release, field)
     sent, short = params.get("remote_tp_size"), params.get("tp_size")
     if policy == "tp_size_or_1":
@@ -82,17 +92,13 @@ def peer_tp_causes(release: ConnectorRelease, params: Mapping[str, Any], field: 
         return [f"`remote_tp_size` = {sent!r} was sent"]
     if short:
         return [f"`remote_tp_size` was not sent, `tp_size` = {short!r} was"]
-    unknown = {
-        "refused": "refuses an unknown size",
-        "zero_is_own": "takes the peer to be as large as itself",
-        "non_positive_is_own": "takes the peer to be as large as itself",
-    }[release.unknown_tp_map]
-    return [f"neither `remote_tp_size` nor `tp_size` was sent; release {release.name} {unknown}"]
+    words = _UNKNOWN[getattr(release, unknown)]
+    return [f"neither `remote_tp_size` nor `tp_size` was sent; release {release.name} {words}"]
 
 
 def _cause(release: ConnectorRelease, field: str) -> str:
     name = getattr(release, field)
-    return f"release {release.name}, {field} = {name}: {POLICIES[field][name].text}"
+    return f"release {release.name}, {field} = {name}: {FIELDS[field].policies[name].text}"
 
 
 def _leg(record: Record, side: str, request: int = 0) -> dict[str, Any]:
@@ -359,7 +365,7 @@ def _untold_prefill(record: Record, sets: Sets) -> list[Finding]:
                 text=f"{span(missing)} never learned decode's blocks",
                 causes=list(dict.fromkeys([
                     _cause(decode.release, "blocks_ready_width"),
-                    *peer_tp_causes(decode.release, params, "blocks_ready_width"),
+                    *peer_tp_causes(decode.release, params, "blocks_ready_width", "blocks_ready_width"),
                 ])),
             )
         ]  # fmt: skip
