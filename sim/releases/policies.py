@@ -81,7 +81,7 @@ class Field(msgspec.Struct, frozen=True):
 
 FIELDS: dict[str, Field] = {
     # -- what is read from a leg ---------------------------------------------------------------------------------
-    "peer_tp": Field(("dialled", "dial_dead", "map_refused", "crashed"), {
+    "peer_tp": Field(("dialled", "dial_dead", "map_refused", "crashed", "told", "wrote"), {
         "tp_size_or_1": Policy("`tp_size`, default 1; `remote_tp_size` is not read (vllm#46332)", tp_size_or_1),
         "remote_tp_size_or_tp_size_or_0": Policy(
             "`remote_tp_size`, else `tp_size`, else 0 = unknown (vllm#47764)", remote_tp_size_or_tp_size_or_0
@@ -141,7 +141,7 @@ FIELDS: dict[str, Field] = {
         "latent": Policy("this vLLM lays latents out without a head axis, [blocks, tokens, latent], unless the scenario says otherwise"),
         "standard": Policy("this vLLM lays latents out with a head axis, [blocks, 1, tokens, latent] (0.29+)"),
     }),
-    "hybrid_manager": Field(("allocated", "crashed"), {
+    "hybrid_manager": Field(("allocated", "crashed", "leg_sent"), {
         "off": Policy("vLLM turns its hybrid KV cache manager off: sliding-window layers are kept and sent like all others, and a model with recurrent states does not start"),
         "on": Policy("sliding-window layers have block tables of their own, with which WRITE does not start (0.30+)"),
     }),
@@ -179,7 +179,7 @@ FIELDS: dict[str, Field] = {
         "dp_plus_tp": Policy("in WRITE messages go to base + dp + tp (all releases)", dp_plus_tp),
         "dp_times_tp_plus_tp": Policy("in WRITE messages go to base + dp × (peer TP, own size if unknown) + tp", dp_times_tp_plus_tp),
     }),
-    "pod_routing": Field(("dialled", "dial_dead", "write_done_sent", "write_failed_sent"), {
+    "pod_routing": Field(("dialled", "dial_dead", "write_done_sent", "write_failed_sent", "crashed"), {
         "none": Policy("prefill knows the peer as one host whose ports count its DP ranks"),
         "worker": Policy("prefill finds pods by `remote_hosts` and `remote_dp_size_local`; the worker keeps only the last ones (vllm#51681)"),
         "task": Policy("prefill finds pods by `remote_hosts` and `remote_dp_size_local`, kept with each write task (0.31+)"),
@@ -208,7 +208,7 @@ FIELDS: dict[str, Field] = {
         "one_host": Policy("decode tells its blocks to prefill's one host (up to 0.27)"),
         "by_pod": Policy("to the host and port of prefill's pod, by `remote_hosts` and `remote_dp_size_local` (0.28+)"),
     }),
-    "external_zero": Field(("blocks_ready_sent", "release_sent"), {
+    "external_zero": Field(("blocks_ready_sent", "release_sent", "blocks_ready", "poisoned"), {
         "full_table": Policy("decode that needs nothing from prefill announces its blocks all the same"),
         "empty_list": Policy("it announces an empty list, which kills prefill's notify threads (0.26-0.32)"),
         "release": Policy("it releases prefill's blocks (0.33.0)"),
@@ -218,7 +218,7 @@ FIELDS: dict[str, Field] = {
         "decode_size": Policy("it counts as decode's TP size, so that prefill waits for acks that nobody sends (0.28-0.32)"),
     }),
     # -- WRITE: what prefill's ranks do --------------------------------------------------------------------------
-    "write_map": Field(("dialled", "dial_dead", "map_refused"), {
+    "write_map": Field(("dialled", "dial_dead", "map_refused", "crashed", "told", "wrote"), {
         "own_rank": Policy("prefill rank r writes to decode rank r", map_own),
         "floor": Policy("each prefill rank writes whole blocks to one decode rank", map_floor),
         "fan": Policy("each prefill rank writes to every decode rank that needs its heads", map_fan),
@@ -227,15 +227,15 @@ FIELDS: dict[str, Field] = {
         "task_fails": Policy("a refused map is logged; the write task fails, the request hangs"),
         "forward_raises": Policy("a refused map raises in prefill's forward: the engine is lost"),
     }),
-    "write_plan": Field(("wrote", "task_failed", "transfer_failed"), {
+    "write_plan": Field(("wrote", "task_failed", "transfer_failed", "short", "stray"), {
         "local_strides": Policy("whole blocks, with our own block length also at the peer"),
         "head_slices": Policy("head by head, with the layout that the peer advertised (0.33.0)"),
     }),
-    "slice_heads": Field(("wrote",), {
+    "slice_heads": Field(("wrote", "short"), {
         "of_model": Policy("how many heads WRITE moves one by one is counted from the model as a whole, whatever the layer has (0.33.0)"),
         "of_layer": Policy("at equal TP all heads of the layer are moved"),
     }),
-    "advertised": Field(("crashed", "task_failed", "wrote", "read"), {
+    "advertised": Field(("crashed", "task_failed", "wrote", "read", "short", "stray"), {
         "regions": Policy("a handshake tells where memory is, and nothing of what lies in it"),
         "layouts": Policy("a handshake tells tokens a block and, of a K/V cache, its layout (0.33.0)"),
     }),
@@ -300,11 +300,11 @@ FIELDS: dict[str, Field] = {
         "unknown": Policy("`write_failed` is a message that a decode rank does not know and that ends its notify thread (up to 0.32)"),
         "understood": Policy("`write_failed` fails the request (0.33.0)"),
     }),
-    "decode_timer": Field(("request_failed", "load_failed"), {
+    "decode_timer": Field(("request_failed", "load_failed", "freed"), {
         "none": Policy("decode waits in WRITE without limit"),
         "recv_abort_timeout": Policy("decode fails a request whose blocks do not come within the receive limit"),
     }),
-    "abort_waiting": Field(("freed",), {
+    "abort_waiting": Field(("freed", "told"), {
         "leak": Policy("blocks of a request aborted while waiting are never matched again"),
         "freed": Policy("blocks of a request aborted while waiting are freed when nothing can be written any more"),
     }),
@@ -321,7 +321,7 @@ FIELDS: dict[str, Field] = {
         "none": Policy("prefill's answer does not say which DP rank the request ran on (up to 0.27)"),
         "rank": Policy("it says the DP rank, `remote_dp_rank_override` and `remote_dp_size_local` (0.28+)"),
     }),
-    "windows": Field(("read", "leg_sent", "crashed"), {
+    "windows": Field(("read", "leg_sent", "crashed", "short"), {
         "table_tail": Policy("of a sliding window's table the last ceil(window / block size) + 1 blocks are exchanged (0.30+)", last_of_both),
         "prompt_tail": Policy("as table_tail, counted from the prompt's end and not from the table's", last_of_prompt),
     }),
@@ -330,7 +330,7 @@ FIELDS: dict[str, Field] = {
         "always": Policy("every request of a READ decode engine counts its prompt as loaded, also when it is admitted again"),
         "if_do_remote_prefill": Policy("only a request with `do_remote_prefill` does, and once"),
     }),
-    "external_zero_read": Field(("read", "crashed"), {
+    "external_zero_read": Field(("read", "crashed", "told"), {
         "full_table": Policy("decode that needs nothing from prefill reads into all its blocks all the same (0.24, 0.25)"),
         "nothing": Policy("it reads nothing: `num_external_tokens > 0` is asked first (0.26+)"),
     }),
@@ -338,7 +338,7 @@ FIELDS: dict[str, Field] = {
         "raises": Policy("an abort before decode allocated is a read of some blocks into none, which raises (0.24, 0.25)"),
         "release": Policy("it releases prefill's blocks (0.26+)"),
     }),
-    "empty_read": Field(("dialled", "dial_dead", "stalled"), {
+    "empty_read": Field(("dialled", "dial_dead", "stalled", "put_off", "recompute"), {
         "empty_batch": Policy("a read of nothing is an empty batch, which needs a session"),
         "release": Policy("a read of nothing is only a release (0.31+)"),
     }),
@@ -364,7 +364,7 @@ FIELDS: dict[str, Field] = {
         "zero": Policy("reads from prefill DP rank 0, and releases it"),
         "param": Policy("reads from the prefill DP rank that `remote_dp_rank` names, and releases it"),
     }),
-    "read_handshake": Field(("dialled", "stalled"), {
+    "read_handshake": Field(("dialled", "stalled", "put_off", "crashed", "freed"), {
         "lazy": Policy("handshakes while loading, and goes on without after the timeout"),
         "eager_vote": Policy("handshakes with every prefill rank first; all ranks vote, without a limit"),
         "eager_bounded": Policy("as `eager_vote`, but a port that nobody binds within the transfer timeout fails the request"),
@@ -378,12 +378,12 @@ FIELDS: dict[str, Field] = {
         "replicated_heads": Policy("unequal TP only with replicated heads or MLA", guard_replicated),
         "layouts": Policy("as `replicated_heads`, and heads a rank must be equal", guard_layouts),
     }),
-    "read_plan": Field(("read", "transfer_failed"), {
+    "read_plan": Field(("read", "transfer_failed", "crashed", "short"), {
         "local_strides": Policy("whole blocks, with our own block length also at the peer"),
         "slices_if_unlike": Policy("as before, but head by head where prefill advertised another layout than ours (0.33.0)"),
         "head_slices": Policy("head by head, with prefill's own layout"),
     }),
-    "read_pairing": Field(("read", "crashed"), {
+    "read_pairing": Field(("read", "crashed", "stray", "short", "told"), {
         "exact": Policy("equal lists only", read_pair_exact),
         "remote_tail_as_local": Policy("a shorter local list becomes the tail of the remote one", read_pair_remote_tail_as_local),
         "head": Policy("a shorter local list takes the head of the remote one", read_pair_head),
@@ -394,14 +394,14 @@ FIELDS: dict[str, Field] = {
         "none": Policy("a full send queue fails the transfer"),
         "read": Policy("a full send queue is tried again in READ; in WRITE it fails the transfer (0.26+)"),
     }),
-    "read_barrier": Field(("go", "crashed", "request_failed"), {
+    "read_barrier": Field(("go", "crashed", "request_failed", "short", "freed"), {
         "none": Policy("a layer is used whether it landed or not"),
         "per_layer": Policy("each layer waits for its own read, but not under full CUDA graphs (vllm#48534)"),
         "per_layer_or_step": Policy("as per_layer; under full CUDA graphs the forward waits for all reads (0.31+)"),
         "step": Policy("the forward starts when every read of the step landed, and raises if one takes too long (0.33.0)"),
         "step_or_fail": Policy("as step, but a read that takes too long fails its request"),
     }),
-    "read_failure": Field(("request_failed", "load_failed", "crashed"), {
+    "read_failure": Field(("request_failed", "load_failed", "crashed", "go"), {
         "garbage": Policy("a failed read is logged and decode goes on"),
         "load_errors": Policy("a failed read is reported and the request fails (0.31+)"),
     }),
@@ -409,7 +409,7 @@ FIELDS: dict[str, Field] = {
         "one_table": Policy("a reported failure kills a decode engine whose model has several block tables: its scheduler takes failed blocks of one (0.31+)"),
         "any": Policy("a reported failure fails its request"),
     }),
-    "failed_states": Field(("crashed",), {
+    "failed_states": Field(("crashed", "release_sent"), {
         "raises": Policy("a failed read of a model with recurrent states raises in the step (0.31+, measured)"),
         "as_others": Policy("it is reported as that of any other model"),
     }),
