@@ -54,8 +54,9 @@ class ReadStep:
     def _post(self, leg: Leg | None, local: list[list[int]]) -> dict[int, Landing]:
         """Post the reads of all ranks; raises what the connector raises. None for a rank that has nothing to read."""
         landings: dict[int, Landing] = {}
+        lazy = self.me.release.read_handshake == "lazy" and (any(local) or not self._releases_without_session())
         for rank in self.engine.ranks:
-            if leg is None or (self.me.release.read_handshake == "lazy" and not rank.reader.agents):
+            if leg is None or (lazy and not rank.reader.agents):
                 continue  # or it warned that no session is there and goes on without data
             sources = self._plan(rank, leg, local)
             landing = landings[rank.tp] = rank.reader.post(sources, self.transfer)

@@ -81,7 +81,7 @@ class Field(msgspec.Struct, frozen=True):
 
 FIELDS: dict[str, Field] = {
     # -- what is read from a leg ---------------------------------------------------------------------------------
-    "peer_tp": Field(("dialled", "dial_dead", "map_refused", "crashed", "told", "wrote"), {
+    "peer_tp": Field(("dialled", "dial_dead", "map_refused", "crashed", "told", "wrote", "release_sent"), {
         "tp_size_or_1": Policy("`tp_size`, default 1; `remote_tp_size` is not read (vllm#46332)", tp_size_or_1),
         "remote_tp_size_or_tp_size_or_0": Policy(
             "`remote_tp_size`, else `tp_size`, else 0 = unknown (vllm#47764)", remote_tp_size_or_tp_size_or_0
@@ -106,9 +106,9 @@ FIELDS: dict[str, Field] = {
         "refused": Policy("WRITE of recurrent states compares the size as it was read, and so refuses 0 (`_mamba_tp_ratio`, 0.33.0)", keep),
         "zero_is_own": Policy("0 counts as our own size in WRITE of recurrent states too (no release)", zero_is_own),
     }),
-    "transfer_id_missing": Field(("crashed", "refused"), {
+    "transfer_id_missing": Field(("crashed", "refused", "released"), {
         "key_error": Policy("a missing `transfer_id` raises KeyError in the engine that reads it"),
-        "synthesised": Policy("each engine makes up an id of its own, so that they differ (0.28+)"),
+        "synthesised": Policy("each engine makes up an id of its own, so that they differ; its scheduler takes an empty one for missing (0.28+)"),
     }),
     "null_id": Field(("released",), {
         "matched": Policy("prefill matches a transfer whose id is null to its request (0.24.0, measured)"),
@@ -141,7 +141,7 @@ FIELDS: dict[str, Field] = {
         "latent": Policy("this vLLM lays latents out without a head axis, [blocks, tokens, latent], unless the scenario says otherwise"),
         "standard": Policy("this vLLM lays latents out with a head axis, [blocks, 1, tokens, latent] (0.29+)"),
     }),
-    "hybrid_manager": Field(("allocated", "crashed", "leg_sent"), {
+    "hybrid_manager": Field(("allocated", "crashed", "leg_sent", "refused"), {
         "off": Policy("vLLM turns its hybrid KV cache manager off: sliding-window layers are kept and sent like all others, and a model with recurrent states does not start"),
         "on": Policy("sliding-window layers have block tables of their own, with which WRITE does not start (0.30+)"),
     }),
@@ -149,7 +149,7 @@ FIELDS: dict[str, Field] = {
         "any": Policy("layers may differ in what a block of them holds"),
         "hybrid_off": Policy("an engine whose layers differ so starts only without the hybrid KV cache manager (0.30-0.32)"),
     }),
-    "states": Field(("crashed",), {
+    "states": Field(("crashed", "refused"), {
         "refused": Policy("a model with recurrent states does not start (0.30)"),
         "read": Policy("READ moves recurrent states at equal TP; WRITE does not start (0.31, 0.32)"),
         "read_write": Policy("READ at equal TP; WRITE slices or gathers states, and every rank writes its own (0.33.0)"),
@@ -218,7 +218,7 @@ FIELDS: dict[str, Field] = {
         "decode_size": Policy("it counts as decode's TP size, so that prefill waits for acks that nobody sends (0.28-0.32)"),
     }),
     # -- WRITE: what prefill's ranks do --------------------------------------------------------------------------
-    "write_map": Field(("dialled", "dial_dead", "map_refused", "crashed", "told", "wrote"), {
+    "write_map": Field(("dialled", "dial_dead", "map_refused", "crashed", "told", "wrote", "short"), {
         "own_rank": Policy("prefill rank r writes to decode rank r", map_own),
         "floor": Policy("each prefill rank writes whole blocks to one decode rank", map_floor),
         "fan": Policy("each prefill rank writes to every decode rank that needs its heads", map_fan),
@@ -259,7 +259,7 @@ FIELDS: dict[str, Field] = {
         "starts_over": Policy("decode's blocks, told a second time, start the count of writes anew, so that it never ends"),
         "ignored": Policy("decode's blocks, told a second time, are ignored"),
     }),
-    "sealing": Field(("sealed_short",), {
+    "sealing": Field(("sealed_short", "released"), {
         "scheduled_tasks": Policy("a transfer is as many writes as the forward scheduled, all layers or not (vllm#46290)"),
         "every_layer": Policy("a transfer is a write of every layer; with fewer it failed"),
     }),
@@ -330,7 +330,7 @@ FIELDS: dict[str, Field] = {
         "always": Policy("every request of a READ decode engine counts its prompt as loaded, also when it is admitted again"),
         "if_do_remote_prefill": Policy("only a request with `do_remote_prefill` does, and once"),
     }),
-    "external_zero_read": Field(("read", "crashed", "told"), {
+    "external_zero_read": Field(("read", "crashed", "told", "dialled", "recompute"), {
         "full_table": Policy("decode that needs nothing from prefill reads into all its blocks all the same (0.24, 0.25)"),
         "nothing": Policy("it reads nothing: `num_external_tokens > 0` is asked first (0.26+)"),
     }),
@@ -351,7 +351,7 @@ FIELDS: dict[str, Field] = {
         "region": Policy("a block id is good as long as its bytes lie in the registered memory"),
         "pool": Policy("a block id beyond the pool is refused (0.31+)"),
     }),
-    "read_map": Field(("dialled", "dial_dead", "crashed"), {
+    "read_map": Field(("dialled", "dial_dead", "crashed", "release_sent"), {
         "own_rank": Policy("decode rank r reads from prefill rank r", map_own),
         "floor": Policy("each decode rank reads from one prefill rank", map_floor),
         "gather": Policy("each decode rank reads from every prefill rank that holds its heads", read_gather),
@@ -401,7 +401,7 @@ FIELDS: dict[str, Field] = {
         "step": Policy("the forward starts when every read of the step landed, and raises if one takes too long (0.33.0)"),
         "step_or_fail": Policy("as step, but a read that takes too long fails its request"),
     }),
-    "read_failure": Field(("request_failed", "load_failed", "crashed", "go"), {
+    "read_failure": Field(("request_failed", "load_failed", "crashed", "go", "release_sent"), {
         "garbage": Policy("a failed read is logged and decode goes on"),
         "load_errors": Policy("a failed read is reported and the request fails (0.31+)"),
     }),

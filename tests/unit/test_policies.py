@@ -231,9 +231,10 @@ def history(draft: Draft) -> list[Row]:
 
 
 @cache
-def drawn() -> list[tuple[Draft, list[Row]]]:
-    """Drafts of a swarm, of all releases and both modes, with their histories."""
-    found = []
+def corpus() -> list[tuple[Draft, list[Row]]]:
+    """The scenarios of all fields, and some of a swarm of all releases and both modes, with their histories."""
+    by_hand = {str(draft): msgspec.to_builtins(build(draft)) for drafts in CASES.values() for draft in drafts}
+    found = [(draft, history(draft)) for draft in by_hand.values()]
     for seed in range(SEEDS):
         draft = SWARM.draft(seed)
         try:
@@ -284,9 +285,7 @@ def exchanged(field: str, draft: Draft) -> Iterator[tuple[str, Draft]]:
 def test_what_differs_first_is_what_the_field_decides(field: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Clock, "_draw", first_of_all)
     shown = set()
-    corpus = [(msgspec.to_builtins(build(draft)), None) for draft in CASES[field]] + drawn()
-    for draft, known in corpus:
-        before = history(draft) if known is None else known
+    for draft, before in corpus():
         for policy, other in exchanged(field, draft):
             try:
                 kinds = first_difference(before, history(other))
