@@ -9,7 +9,7 @@ from concurrent.futures import ProcessPoolExecutor
 
 from benchmarks.bare_simpy import bare_write
 from benchmarks.speed import seconds
-from kvcover.sim.search.explore import Job, Summary, explore, seed_jobs
+from kvcover.sim.search.explore import Exploration, Job, run_jobs, seed_jobs
 from kvcover.sim.search.swarm import Swarm, features_of
 
 P8_D8 = {
@@ -30,23 +30,23 @@ def jobs(seeds: int, pinned: bool = False) -> list[Job]:
 
 def one_size(rounds: int = 7, seeds: int = 50) -> tuple[float, float]:
     """P8 → D8, 32 layers, 256 tokens: scenarios a second in this process, and relative to bare SimPy's."""
-    explore(jobs(1, pinned=True))
+    run_jobs(jobs(1, pinned=True))
     rates, ratios = [], []
     for _ in range(rounds):
         bare = seconds(lambda: [bare_write(8, 32) for _ in range(seeds)])
-        took = seconds(lambda: explore(jobs(seeds, pinned=True)))
+        took = seconds(lambda: run_jobs(jobs(seeds, pinned=True)))
         rates.append(seeds / took)
         ratios.append(bare / took)
     return statistics.median(rates), statistics.median(ratios)
 
 
-def on_processes(processes: int, seeds: int) -> Summary:
+def on_processes(processes: int, seeds: int) -> Exploration:
     """A swarm on so many processes; `seconds` counts from when they are up."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["kvcover.sim.search.explore"])
     with ProcessPoolExecutor(processes, mp_context=context) as pool:
-        explore(jobs(100), pool, 2 * processes)
-        return explore(jobs(seeds), pool, 2 * processes)
+        run_jobs(jobs(100), pool, 2 * processes)
+        return run_jobs(jobs(seeds), pool, 2 * processes)
 
 
 def main() -> None:

@@ -10,10 +10,8 @@ import time
 from collections.abc import Callable
 
 from benchmarks.bare_simpy import bare_write
-from kvcover import Scenario, Side, build, resolve, run_world
+from kvcover import Scenario, Side, build, matrix, record_of, resolve, run_world
 from kvcover.sim.results.trace import trace
-from kvcover.sim.search.matrix import run_matrix
-from kvcover.sim.simulate import record_of
 
 
 def seconds(action: Callable[[], object]) -> float:
@@ -83,8 +81,7 @@ def main() -> None:
     for tokens in (4096, 65536):
         ratio, model_s = against_bare(tokens)
         print(f"P8→D8, 61 layers, {tokens} tokens: {ratio:.2f} × bare SimPy ({model_s * 1e3:.1f} ms; goal ≤ 2.5 at 4096)")
-    pairs = [(p, d) for p in (1, 2, 4, 8) for d in (1, 2, 4, 8)]
-    print(f"default matrix: {seconds(lambda: run_matrix({}, ['write', 'read'], pairs, 'model', None)):.2f} s (goal ≤ 3 s)")
+    print(f"default matrix: {seconds(lambda: matrix(Scenario())):.2f} s (goal ≤ 3 s)")
     many_s, peak_mb, share = many_requests()
     print(f"512 requests, DP16 on 2 pods: {many_s:.1f} s (goal ≤ 20), {peak_mb:.0f} MB (goal ≤ 500), "
           f"{share:.2f} of the events/s of bare SimPy (goal ≥ 0.5)")  # fmt: skip

@@ -1,8 +1,8 @@
 """Faults are data plus a pure rewrite at a named point; nothing here knows a tier.
 
-from kvcover.faults import parse_fault
-fault = parse_fault("drop:remote_tp_size@prefill")
-params, fired = fault.rewrite({"remote_tp_size": 8})
+>>> fault = parse_fault("drop:remote_tp_size@prefill")
+>>> fault.rewrite({"remote_tp_size": 8, "transfer_id": "a"})
+({'transfer_id': 'a'}, True)
 """
 
 import difflib

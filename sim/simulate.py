@@ -19,19 +19,32 @@ from kvcover.sim.world import World
 
 
 def run(scenario: Scenario) -> Result:
-    """Play the scenario to its end and say what came of it; raises InputError for a scenario that makes no sense."""
+    """Play the scenario to its end on the model and say what came of it; raises InputError for one that makes no sense.
+
+    >>> result = run(Scenario(release="0.26.0", model="deepseek-v3", prefill=Side(tp=8), decode=Side(tp=8)))
+    >>> result.outcome, result.coverage, result.sets.written
+    ('corrupt', 0.125, ['D0'])
+    >>> run(Scenario(prefill=Side(tp=-1)))
+    Traceback (most recent call last):
+    kvcover.sim.errors.InputError: prefill.tp: -1 is wrong; expected a whole number >= 1
+    """
     return run_world(resolve(scenario))[0]
 
 
 def model_tier(scenario: Scenario, vllm: str | None = None) -> Result:
-    """The entry point of the model tier, which needs no vLLM and so refuses to be given one."""
+    """The model tier, which needs no vLLM and so refuses to be given one."""
     if vllm is not None:
         raise InputError("--vllm", f"{vllm!r} says nothing to the model tier", "use --tier connector, or --release")
     return run(scenario)
 
 
 def run_world(setup: Setup) -> tuple[Result, World]:
-    """As `run`, and the finished world with its history, for those who want to look closer."""
+    """As `run`, and the finished world with its history, for those who want to look closer.
+
+    >>> result, world = run_world(resolve(Scenario(release="0.27.0", prefill=Side(tp=2), decode=Side(tp=2))))
+    >>> sorted(event.actor for event in world.history.events("told"))
+    ['D0', 'D1']
+    """
     started = time.perf_counter()
     world = World(setup)
     world.run()
@@ -47,7 +60,12 @@ def run_world(setup: Setup) -> tuple[Result, World]:
 
 
 def record_of(world: World) -> Record:
-    """What a finished world left behind."""
+    """What a finished world left behind, as any tier can: what `story` tells of.
+
+    >>> result, world = run_world(resolve(Scenario(requests=2)))
+    >>> [course.index for course in record_of(world).courses]
+    [0, 1]
+    """
     return Record(
         tier="model",
         setup=world.setup,
@@ -107,6 +125,8 @@ def replay_line(scenario: Scenario) -> str:
             words += ["--set", f"{name}.{key}={_value(value)}"]
     for fault in fields.pop("faults", ()):
         words += ["--fault", fault if isinstance(fault, str) else str(fault_of("faults", fault))]
+    for field, policy in fields.pop("overrides", {}).items():
+        words += ["--override", f"{field}={policy}"]
     for key in ("release", "decode_release", "mode", "model", "router", "seed"):
         if key in fields:
             words += [f"--{key.replace('_', '-')}", str(fields.pop(key))]

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import click
 
-from kvcover.real_backend.machine import trees
 from kvcover.sim.errors import TierError
 
 
@@ -25,6 +24,8 @@ def command() -> None:
 @click.argument("release_or_path", metavar="RELEASE|PATH")
 def add(release_or_path: str) -> None:
     """Install a release such as 0.27.0, or register a working copy of vLLM at PATH."""
+    from kvcover.real_backend.machine import trees
+
     if os.sep in release_or_path or Path(release_or_path).is_dir():
         tree = trees.add_working_copy(Path(release_or_path).expanduser())
         click.echo(f"registered the working copy {tree.path} ({tree.version or 'version unknown'})")
@@ -36,6 +37,8 @@ def add(release_or_path: str) -> None:
 @command.command("list")
 def list_() -> None:
     """List the trees that are known here."""
+    from kvcover.real_backend.machine import trees
+
     known = trees.trees()
     with contextlib.suppress(TierError):
         known.append(trees.installed())
@@ -50,6 +53,8 @@ def list_() -> None:
 @click.argument("release_or_path", metavar="RELEASE|PATH")
 def remove(release_or_path: str) -> None:
     """Delete a release from the cache, or forget a working copy (which stays where it is)."""
+    from kvcover.real_backend.machine import trees
+
     tree = trees.remove(release_or_path)
     what = f"vLLM {tree.version}" if tree.kind == "cache" else f"the working copy {tree.path}"
     click.echo(f"removed {what}" if tree.kind == "cache" else f"forgot {what}")

@@ -10,8 +10,10 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import wait
 from typing import Any
 
-from kvcover.real_backend.driver.case import ConnectorCase, Coverage, Forward, Leg, Raised, Side, StepReport
 from kvcover.real_backend.driver.processes import Child, ProcessDied
+from kvcover.real_backend.driver.reports import Coverage, Forward, Raised, StepReport
+from kvcover.real_backend.driver.trial import Role, Trial
+from kvcover.sim.scenario.dispatch import Params
 
 _IDLE_S = 0.004
 _LAST_WORDS_S = 0.5
@@ -62,16 +64,16 @@ class Engine(threading.Thread):
 
     def __init__(
         self,
-        case: ConnectorCase,
-        side: Side,
+        trial: Trial,
+        role: Role,
         scheduler: Child,
         ranks: list[Child],
-        on_response: Callable[[int, Leg], None],
+        on_response: Callable[[int, Params], None],
         aborts: Mapping[int, Abort],
         stops: Mapping[int, Callable[[], None]],
     ) -> None:
-        super().__init__(daemon=True, name=f"{side} {ranks[0].name}")
-        self.case, self.side, self.ranks = case, side, ranks
+        super().__init__(daemon=True, name=f"{role} {ranks[0].name}")
+        self.trial, self.role, self.ranks = trial, role, ranks
         self.tracked: dict[str, Tracked] = {}
         self.raised: list[Raised] = []
         self.stalled: list[str] = []
@@ -82,10 +84,10 @@ class Engine(threading.Thread):
         self._on_response = on_response
         self._aborts = dict(aborts)
         self._stops = dict(stops)
-        self._inbox: queue.SimpleQueue[tuple[int, str, Leg]] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[tuple[int, str, Params]] = queue.SimpleQueue()
         self._stopping = threading.Event()
 
-    def submit(self, index: int, request_id: str, leg: Leg) -> None:
+    def submit(self, index: int, request_id: str, leg: Params) -> None:
         """Hand a leg to the engine; it is admitted at the next step."""
         self._inbox.put((index, request_id, leg))
 
@@ -101,8 +103,8 @@ class Engine(threading.Thread):
     @property
     def step_limit_s(self) -> float:
         """Longest step that can still end: each layer may wait for a handshake twice, and reads have their own limit."""
-        case = self.case
-        return 2 * case.model.layers * case.transfer_timeout_s + case.timers.read_abort_s + 1.0
+        limits = self.trial.limits
+        return 2 * self.trial.setup.geometry.layers * limits.transfer_s + limits.read_abort_s + 1.0
 
     def run(self) -> None:
         """Body of the thread."""
@@ -135,7 +137,7 @@ class Engine(threading.Thread):
                 return
             if request.state == "running":
                 scheduled[request.request_id] = request.prompt_tokens
-                if self.side == "prefill":
+                if self.role == "prefill":
                     fill[request.index] = request.prompt_tokens
                 elif not request.recomputed:  # what decode computes itself is no delivery: its cells are left alone
                     use.append(request.index)
@@ -149,25 +151,25 @@ class Engine(threading.Thread):
         if reports is not None:
             self._after_step(scheduled, use, reports)
 
-    def _admit(self, index: int, request_id: str, leg: Leg) -> Tracked | None:
-        plan = self.case.requests[index]
-        blocks = plan.tables(self.side, self.case.tables(self.side))
+    def _admit(self, index: int, request_id: str, leg: Params) -> Tracked | None:
+        asked = self.trial.setup.requests[index]
+        blocks = self.trial.tables[index][self.role]
         request = self.tracked[request_id] = Tracked(index, request_id)
         self._progress()
         abort = self._aborts.get(index)
         if abort is not None and abort.at == "before":
-            self._ask_scheduler("abort_before", request_id, leg, self.case.tokens(index))
+            self._ask_scheduler("abort_before", request_id, leg, asked.prompt_tokens)
             abort.note()
             request.state = "ended"
             return None if self.dead else request
-        external_zero = self.side == "decode" and plan.external_zero
-        admission = self._ask_scheduler("admit", request_id, leg, blocks, self.case.tokens(index), external_zero)
+        external_zero = self.role == "decode" and asked.external_zero
+        admission = self._ask_scheduler("admit", request_id, leg, blocks, asked.prompt_tokens, external_zero)
         if admission is None:
             return None
         request.state = "waiting" if admission.wait else "running"
         request.since = time.monotonic()
         request.prompt_tokens = admission.prompt_tokens
-        request.recomputed = self.side == "decode" and admission.external_tokens == 0
+        request.recomputed = self.role == "decode" and admission.external_tokens == 0
         return request
 
     def _abort_waiting(self) -> bool:
@@ -211,7 +213,7 @@ class Engine(threading.Thread):
                 report = reports[rank.name] = StepReport(raised=answer) if isinstance(answer, Raised) else answer
                 if report.raised:
                     deadline = min(deadline, time.monotonic() + _LAST_WORDS_S)
-        if time.monotonic() - self.step_started > self.case.transfer_timeout_s:
+        if time.monotonic() - self.step_started > self.trial.limits.transfer_s:
             for request_id in scheduled:
                 self.tracked[request_id].overran = True
         self.step_started = None
@@ -261,13 +263,13 @@ class Engine(threading.Thread):
         if result is None:
             return None
         for request in self.tracked.values():
-            blocks = set(self.case.requests[request.index].decode_blocks)
-            request.failed |= self.side == "decode" and not blocks.isdisjoint(result.invalid_blocks)
+            blocks = set(self.trial.blocks("decode", request.index))
+            request.failed |= self.role == "decode" and not blocks.isdisjoint(result.invalid_blocks)
         return set(result.sent), set(result.received), set(result.failed)
 
     def _finish_if_over(self, request: Tracked, used: list[int]) -> None:
         """End a prefill leg after its one token, and a decode leg a few steps after the one that used its cells."""
-        if self.side == "decode":
+        if self.role == "decode":
             if request.index in used:
                 request.go = True
                 request.at_go = [rank.ask("grade", request.index, True) for rank in self.ranks]
@@ -275,7 +277,8 @@ class Engine(threading.Thread):
             if not request.steps:
                 request.first_token = time.monotonic()
             request.steps += 1
-            generating = time.monotonic() - request.first_token < self.case.requests[request.index].generate_s
+            generate_ns = self.trial.setup.requests[request.index].generate_ns
+            generating = time.monotonic() - request.first_token < generate_ns / 1e9
             if request.steps < _DECODE_STEPS or generating:
                 return
             if (abort := self._aborts.get(request.index)) is not None and abort.at == "after":
@@ -289,7 +292,7 @@ class Engine(threading.Thread):
         keep, response = answer
         request.state = "held" if keep else "ended"
         self._progress()
-        if self.side == "prefill":
+        if self.role == "prefill":
             self._on_response(request.index, response or {})
 
     def _arrived(self, request: Tracked, failed: bool) -> None:

@@ -1,4 +1,4 @@
-"""Run connector cases: real connectors of one or two vLLM releases, one process a rank, over the stand-in `mori.io`.
+"""Run trials: real connectors of one or two vLLM releases, one process a rank, over the stand-in `mori.io`.
 
 Real: the connector, both sides; its sockets; the model runner's connector life cycle; the executor's aggregation.
 Modelled: the scheduler's state machine, the forward pass, the router, and MoRI-IO itself. Engines keep stepping, as
@@ -9,33 +9,33 @@ from __future__ import annotations
 
 import functools
 import itertools
-import signal
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from kvcover.real_backend.driver.book import SharedInjector
-from kvcover.real_backend.driver.case import CaseResult, ConnectorCase, Leg, Raised, RankReport, Side
+from kvcover.real_backend.driver.children import Children
 from kvcover.real_backend.driver.engine import Abort, Engine, Tracked
 from kvcover.real_backend.driver.processes import Child, Ports, ProcessDied, TreeServer, reserve_ports
 from kvcover.real_backend.driver.rank_faults import RankFaults
-from kvcover.real_backend.driver.verdict import EngineKey, Evidence, conclude, not_started
+from kvcover.real_backend.driver.reports import Raised, TrialResult
+from kvcover.real_backend.driver.trial import ROLES, EngineKey, Role, Trial
+from kvcover.real_backend.driver.verdict import Evidence, conclude, not_started
 from kvcover.sim.errors import TierError
+from kvcover.sim.scenario.dispatch import Params
 
 _POLL_S = 0.01
 _SETTLE_S = 0.15
-_BIND_LIMIT_S = 0.5
 _RESTART_LIMIT_S = 10.0
-_SIDES: tuple[Side, Side] = ("prefill", "decode")
 
 
 class Harness:
-    """Holds one imported release, or two if the engines differ. `run` any number of cases, from any thread."""
+    """Holds one imported release, or two if the engines differ. `run` any number of trials, from any thread."""
 
     def __init__(self, tree: Path | None, work: Path, read_abort_s: float = 2.0, decode_tree: Path | None = None) -> None:
         """Start importing vLLM from `tree` (None: the installed one); decode's comes from `decode_tree` if that is given.
@@ -46,7 +46,7 @@ class Harness:
         self._runs = itertools.count()
         first = TreeServer(tree, work, read_abort_s)
         second = first if decode_tree is None or decode_tree == tree else TreeServer(decode_tree, work, read_abort_s)
-        self._servers: dict[Side, TreeServer] = {"prefill": first, "decode": second}
+        self._servers: dict[Role, TreeServer] = {"prefill": first, "decode": second}
 
     def __enter__(self) -> Harness:
         return self
@@ -59,49 +59,50 @@ class Harness:
         for server in self._servers.values():
             server.close()
 
-    def info(self, side: Side) -> dict[str, Any]:
+    def info(self, role: Role) -> dict[str, Any]:
         """Say what an engine's tree holds; waits for the import. Raises TierError if it can't be imported."""
-        self._servers[side].await_ready()
-        return self._servers[side].info
+        self._servers[role].await_ready()
+        return self._servers[role].info
 
-    def run(self, case: ConnectorCase) -> CaseResult:
-        """Run `case` from start to end; never longer than the connector's own timers plus the start.
+    def run(self, trial: Trial) -> TrialResult:
+        """Run `trial` from start to end; never longer than the connector's own timers plus the start.
 
         Whatever the connector does is a result. Raises TierError if a process died or the harness can't drive the tree,
-        OSError if no ports are free, ValueError for a case that would measure the harness.
+        OSError if no ports are free, ValueError for a trial that would measure the harness.
         """
         try:
-            return self._run(case)
+            return self._run(trial)
         except ProcessDied as error:
             raise _as_tier_error(error) from None
 
-    def _run(self, case: ConnectorCase) -> CaseResult:
+    def _run(self, trial: Trial) -> TrialResult:
         started = time.monotonic()
-        if case.model.layers == 1 and not case.model.mla and any(self.info(side)["head_axis"] for side in _SIDES):
+        geometry = trial.setup.geometry
+        if geometry.layers == 1 and not geometry.mla and any(self.info(role)["head_axis"] for role in ROLES):
             # Newer releases register a single storage as one region, and of split K and V only the first half of it.
             raise ValueError("one layer of split K and V is not what this release's model runner makes: use two layers")
-        for side in _SIDES:
-            self._servers[side].await_ready()
+        for role in ROLES:
+            self._servers[role].await_ready()
         with tempfile.TemporaryDirectory(dir=self._work) as folder, reserve_ports() as reserved:
-            book = SharedInjector(case.plan.faults, Path(folder) / "book")
-            faults = RankFaults(case, book)
-            ports = dict(zip(_SIDES, reserved, strict=True))
-            with self._children(case.for_ranks(Path(folder) / "book"), Path(folder), ports, faults) as children:
-                return drive(case, children, faults, book, 10.0 + case.ranks, started)
+            book = SharedInjector(trial.setup.faults, Path(folder) / "book")
+            faults = RankFaults(trial, book)
+            ports = dict(zip(ROLES, reserved, strict=True))
+            with self._children(replace(trial, book=Path(folder) / "book"), Path(folder), ports, faults) as children:
+                return drive(trial, children, faults, book, 10.0 + trial.ranks, started)
 
     @contextmanager
-    def _children(self, case: ConnectorCase, folder: Path, ports: dict[Side, Ports], faults: RankFaults) -> Iterator[Children]:
+    def _children(self, trial: Trial, folder: Path, ports: dict[Role, Ports], faults: RankFaults) -> Iterator[Children]:
         run = f"run {next(self._runs)}"
         # All configurations first: the children are forked from a process with one thread and everything built.
-        for side in _SIDES:
-            self._servers[side].call("configure", run, case, side, list(range(case.engine(side).dp)), ports[side])
+        for role in ROLES:
+            self._servers[role].call("configure", run, trial, role, list(range(trial.endpoint(role).dp)), ports[role])
         children = Children(ports, {}, {})
         log = self._work / "children.log"
-        children.fork = lambda key: self._fork_engine(run, case, key, children, folder, log, faults)
+        children.fork = lambda key: self._fork_engine(run, trial, key, children, folder, log, faults)
         try:
-            for side in _SIDES:
-                for dp in range(case.engine(side).dp):
-                    children.fork((side, dp))
+            for role in ROLES:
+                for dp in range(trial.endpoint(role).dp):
+                    children.fork((role, dp))
             yield children
         finally:
             for server in set(self._servers.values()):
@@ -110,32 +111,32 @@ class Harness:
                 child.close()
 
     def _fork_engine(
-        self, run: str, case: ConnectorCase, key: tuple[Side, int], children: Children, folder: Path, log: Path, faults: RankFaults
+        self, run: str, trial: Trial, key: tuple[Role, int], children: Children, folder: Path, log: Path, faults: RankFaults
     ) -> None:
-        (side, dp), size, server = key, case.engine(key[0]), self._servers[key[0]]
+        (role, dp), endpoint, server = key, trial.endpoint(key[0]), self._servers[key[0]]
         ports = children.ports
-        name = f"{side} scheduler {dp}"
-        children.schedulers[key] = Child(name, server, run, "scheduler", (side, dp, log, ports), ask=False)
+        name = f"{role} scheduler {dp}"
+        children.schedulers[key] = Child(name, server, run, "scheduler", (role, dp, log, ports), ask=False)
         children.ranks[key] = []
-        for tp in range(size.tp):
-            name = size.rank_name(side, dp, tp)
-            meeting = folder / f"{side}{dp}-{len(children.gone)}"
-            arguments = (side, dp, log, tp, meeting, ports, faults.late.get(name, 0.0))
+        for tp in range(endpoint.tp):
+            name = endpoint.rank_name(dp, tp)
+            meeting = folder / f"{role}{dp}-{len(children.gone)}"
+            arguments = (role, dp, log, tp, meeting, ports, faults.late.get(name, 0.0))
             children.ranks[key].append(Child(name, server, run, "rank", arguments, ask=True))
 
 
 def drive(
-    case: ConnectorCase, children: Children, faults: RankFaults, book: SharedInjector, start_limit_s: float, started: float
-) -> CaseResult:
-    """Wait until all children are up, run the case and judge it; `started` is when it began, on the monotonic clock."""
+    trial: Trial, children: Children, faults: RankFaults, book: SharedInjector, start_limit_s: float, started: float
+) -> TrialResult:
+    """Wait until all children are up, run the trial and judge it; `started` is when it began, on the monotonic clock."""
     problem = children.await_start(start_limit_s, faults.late)
     if problem:
         refuse_misfits(problem[0])
-        return not_started(case, *problem, time.monotonic() - started)
+        return not_started(trial, *problem, time.monotonic() - started)
     children.introduce(faults.late)
-    run = Run(case, children, faults, book)
+    run = Run(trial, children, faults, book)
     run.drive()
-    evidence = Evidence(case, run.engines, children.ranks, run.transfer_ids, children.past)
+    evidence = Evidence(trial, run.engines, children.ranks, run.transfer_ids, children.past)
     result = conclude(evidence, time.monotonic() - started, book.totals())
     refuse_misfits(list(result.raised))
     return result
@@ -149,109 +150,32 @@ def refuse_misfits(raised: list[Raised]) -> None:
                             "use a release that `kvcover releases` lists, or report it")  # fmt: skip
 
 
-@dataclass(slots=True)
-class Children:
-    """All processes of a run, by engine and DP rank. `gone` are those that a restart replaced, `past` what they had seen."""
-
-    ports: dict[Side, Ports]
-    schedulers: dict[tuple[Side, int], Child]
-    ranks: dict[tuple[Side, int], list[Child]]
-    gone: list[Child] = field(default_factory=list)
-    past: dict[str, RankReport] = field(default_factory=dict)
-    bound: dict[int, str] = field(default_factory=dict)
-    """Which rank listens on which port."""
-    fork: Callable[[EngineKey], None] = field(default=lambda _key: None)
-    """Start the processes of an engine."""
-
-    def all(self) -> list[Child]:
-        return [*self.schedulers.values(), *self.all_ranks(), *self.gone]
-
-    def end(self, key: EngineKey) -> None:
-        """Kill the ranks of an engine; what they have seen is kept."""
-        for rank in self.ranks[key]:
-            self.past[rank.name] = rank.ask("report")
-        for rank in self.ranks[key]:
-            rank.planned_death = True
-            rank.signal(signal.SIGKILL)
-
-    def replace(self, key: EngineKey) -> None:
-        """Start the engine anew on the same ports. Raises ProcessDied if it doesn't come up."""
-        self.schedulers[key].signal(signal.SIGKILL)
-        self.gone += [self.schedulers[key], *self.ranks[key]]
-        self.fork(key)
-        ranks = self.ranks[key]
-        for child in (self.schedulers[key], *ranks):
-            if not child.steps.poll(_RESTART_LIMIT_S) or child.result() is not None:
-                raise ProcessDied(child.name, "did not come back")
-        await_ports(ranks)
-        for rank in ranks:
-            rank.ask("meet", self.bound)
-        self.schedulers[key].call("meet", self.bound)
-
-    def all_ranks(self) -> list[Child]:
-        return [rank for ranks in self.ranks.values() for rank in ranks]
-
-    def await_start(self, limit_s: float, late: dict[str, float]) -> tuple[list[Raised], list[str]] | None:
-        """Wait until everyone is up but those that are late on purpose. Else return what was raised and who is not up."""
-        deadline = time.monotonic() + limit_s
-        raised, missing = [], []
-        for child in self.all():
-            if child.name in late:
-                continue
-            if not child.steps.poll(max(0.0, deadline - time.monotonic())):
-                missing.append(child.name)
-                continue
-            answer = child.result()
-            if answer is not None:
-                raised.append(answer)
-        return (raised, missing) if raised or missing else None
-
-    def introduce(self, late: dict[str, float]) -> None:
-        """Tell everyone which rank listens on which port. Listeners bind in threads of their own, so wait for both."""
-        present = [rank for rank in self.all_ranks() if rank.name not in late]
-        self.bound = await_ports(present)
-        for rank in present:
-            rank.ask("meet", self.bound)
-        for scheduler in self.schedulers.values():
-            scheduler.call("meet", self.bound)
-
-
-def await_ports(ranks: list[Child]) -> dict[int, str]:
-    """Which of these ranks listens on which port, once all do or too much time has passed."""
-    bound: dict[int, str] = {}
-    deadline = time.monotonic() + _BIND_LIMIT_S
-    for rank in ranks:
-        while len(ports := rank.ask("bound")) < 2 and time.monotonic() < deadline:
-            time.sleep(_POLL_S)
-        bound |= dict.fromkeys(ports, rank.name)
-    return bound
-
-
 @dataclass(frozen=True, slots=True, eq=False)
-class _Leg:
+class _OnItsWay:
     """A leg on its way to an engine, where it is `at` a time of the monotonic clock."""
 
     at: float
-    side: Side
+    role: Role
     dp: int
     index: int
     request_id: str
-    params: Leg
+    params: Params
 
 
 class Run:
     """The router's part, and the decision when a run is over."""
 
-    def __init__(self, case: ConnectorCase, children: Children, faults: RankFaults, book: SharedInjector) -> None:
-        self._case = case
+    def __init__(self, trial: Trial, children: Children, faults: RankFaults, book: SharedInjector) -> None:
+        self._trial = trial
+        self._requests, self._mode = trial.setup.requests, trial.setup.scenario.mode
         self._children = children
         self._ports = children.ports
         self._lock = threading.Lock()
         self._faults, self._book = faults, book
-        self._unsent = sorted(range(len(case.requests)), key=lambda index: case.requests[index].arrival_s)
+        self._unsent = sorted(range(len(self._requests)), key=lambda index: self._requests[index].arrival_ns)
         self._down: set[EngineKey] = set()
-        self._late_legs: list[_Leg] = []
-        self.transfer_ids: list[set[str]] = [set() for _ in case.requests]
+        self._on_their_way: list[_OnItsWay] = []
+        self.transfer_ids: list[set[str]] = [set() for _ in self._requests]
         self.engines = {key: self._engine(key) for key in children.ranks}
 
     def drive(self) -> None:
@@ -283,19 +207,18 @@ class Run:
     def _engine(self, key: EngineKey) -> Engine:
         aborts, stops = (self._aborts(), {}) if key[0] == "decode" else ({}, self._stops())
         children = self._children
-        return Engine(self._case, key[0], children.schedulers[key], children.ranks[key], self._prefill_done, aborts, stops)
+        return Engine(self._trial, key[0], children.schedulers[key], children.ranks[key], self._prefill_done, aborts, stops)
 
     def _ranks(self) -> dict[str, Child]:
         return {rank.name: rank for rank in self._children.all_ranks()}
 
     def _send_due(self, now_s: float) -> None:
         """Send the legs of all requests that have arrived: in WRITE both at once."""
-        while self._unsent and self._case.requests[self._unsent[0]].arrival_s <= now_s:
+        while self._unsent and self._requests[self._unsent[0]].arrival_ns <= now_s * 1e9:
             index = self._unsent.pop(0)
-            request = self._case.requests[index]
-            if self._case.mode == "write":
+            if self._mode == "write":
                 self._send_decode(index, {})
-            self._send("prefill", request.prefill_dp, index, dict(request.prefill_leg))
+            self._send("prefill", self._requests[index].prefill_dp, index, dict(self._trial.legs[index].prefill))
 
     def _restart_due(self, now_s: float) -> None:
         """End engines whose restart begins, and start those anew whose restart ends."""
@@ -330,70 +253,68 @@ class Run:
 
     def _aborts(self) -> dict[int, Abort]:
         found: dict[int, Abort] = {}
-        for fault in self._case.plan.events:
+        for fault in self._trial.events:
             if fault.kind == "abort":
                 note = functools.partial(self._book.note, fault)
                 found[int(fault.target)] = Abort(fault.at or "waiting", (fault.ms or 0.0) / 1e3, note)
         return found
 
     def _stops(self) -> dict[int, Callable[[], None]]:
-        planned = [fault for fault in self._case.plan.events if fault.kind == "stop-at-prefill"]
+        planned = [fault for fault in self._trial.events if fault.kind == "stop-at-prefill"]
         return {int(fault.target): functools.partial(self._book.note, fault) for fault in planned}
 
-    def _prefill_done(self, index: int, response: Leg) -> None:
-        if self._case.mode == "read":
+    def _prefill_done(self, index: int, response: Params) -> None:
+        if self._mode == "read":
             self._send_decode(index, response)
 
-    def _send_decode(self, index: int, response: Leg) -> None:
-        request = self._case.requests[index]
-        leg = request.decode_leg(response) if callable(request.decode_leg) else dict(request.decode_leg)
-        self._send("decode", request.decode_dp, index, leg)
+    def _send_decode(self, index: int, response: Params) -> None:
+        self._send("decode", self._requests[index].decode_dp, index, self._trial.legs[index].decode(response))
 
-    def _send(self, side: Side, dp: int, index: int, leg: Leg) -> None:
-        off = self._case.requests[index].ports_off
-        named = [(self._ports[each], off.get(each, 0)) for each in _SIDES]
+    def _send(self, role: Role, dp: int, index: int, leg: Params) -> None:
+        off = self._trial.legs[index].ports_off
+        named = [(self._ports[each], off.get(each, 0)) for each in ROLES]
         addresses = [replace(ports, handshake=ports.handshake + by, notify=ports.notify + by).zmq_address for ports, by in named]
         router_id = f"___prefill_addr_{addresses[0]}___decode_addr_{addresses[1]}_{index:032x}"
-        request_id = f"cmpl-{router_id}-0-{'a' * 8 if side == 'prefill' else 'd' * 8}"
+        request_id = f"cmpl-{router_id}-0-{'a' * 8 if role == 'prefill' else 'd' * 8}"
         with self._lock:
             self.transfer_ids[index].add(repr(f"sidecar-{request_id}"))  # what newer releases make of a missing one
             if "transfer_id" in leg:
                 self.transfer_ids[index].add(repr(leg["transfer_id"]))
         delay_s = 0.0
-        for fault in self._book.event("router", side, "", "", index):
+        for fault in self._book.event("router", role, "", "", index):
             if fault.kind == "fail-leg":
-                self._lose(side, dp, index, request_id)
+                self._lose(role, dp, index, request_id)
                 return
             delay_s += (fault.ms or 0.0) / 1e3
-        self._late_legs.append(_Leg(time.monotonic() + delay_s, side, dp, index, request_id, leg))
+        self._on_their_way.append(_OnItsWay(time.monotonic() + delay_s, role, dp, index, request_id, leg))
         self._deliver_due()
 
     def _deliver_due(self) -> None:
         """Hand over the legs whose time has come; the engine thread of prefill's and the run's own may both be here."""
         with self._lock:
-            due = [leg for leg in self._late_legs if leg.at <= time.monotonic()]
-            self._late_legs = [leg for leg in self._late_legs if leg not in due]
+            due = [leg for leg in self._on_their_way if leg.at <= time.monotonic()]
+            self._on_their_way = [leg for leg in self._on_their_way if leg not in due]
         for leg in due:
-            if (leg.side, leg.dp) in self._down:  # nobody answers the router
-                self._lose(leg.side, leg.dp, leg.index, leg.request_id)
+            if (leg.role, leg.dp) in self._down:  # nobody answers the router
+                self._lose(leg.role, leg.dp, leg.index, leg.request_id)
             else:
-                self.engines[leg.side, leg.dp].submit(leg.index, leg.request_id, leg.params)
+                self.engines[leg.role, leg.dp].submit(leg.index, leg.request_id, leg.params)
 
-    def _lose(self, side: Side, dp: int, index: int, request_id: str) -> None:
+    def _lose(self, role: Role, dp: int, index: int, request_id: str) -> None:
         """A leg reaches no engine. In WRITE the router hears of a lost prefill leg when decode has answered, if ever."""
-        self.engines[side, dp].tracked[request_id] = Tracked(index, request_id, "ended", failed=True)
-        if side == "prefill" and self._case.mode == "read":
-            decode = self.engines["decode", self._case.requests[index].decode_dp]
+        self.engines[role, dp].tracked[request_id] = Tracked(index, request_id, "ended", failed=True)
+        if role == "prefill" and self._mode == "read":
+            decode = self.engines["decode", self._requests[index].decode_dp]
             decode.tracked[request_id] = Tracked(index, request_id, "ended", failed=True)
 
     def _all_ended(self) -> bool:
         requests = [request for engine in self.engines.values() for request in engine.tracked.values()]
-        return len(requests) == 2 * len(self._case.requests) and all(request.state in ("ended", "lost") for request in requests)
+        return len(requests) == 2 * len(self._requests) and all(request.state in ("ended", "lost") for request in requests)
 
     def _over(self) -> bool:
         now = time.monotonic()
         engines = self.engines.values()
-        if self._faults.holding or self._down or self._unsent or self._late_legs:
+        if self._faults.holding or self._down or self._unsent or self._on_their_way:
             return False
         for engine in engines:
             started = engine.step_started
@@ -405,10 +326,10 @@ class Run:
         return quiet > self._quiet_limit_s()
 
     def _quiet_limit_s(self) -> float:
-        case = self._case
-        timers = max(case.transfer_timeout_s, case.defer_timeout_s)
-        longest = timers if case.mode == "write" else max(timers, case.timers.read_abort_s)
-        return longest + 0.6 + self._faults.longest_s + max(request.generate_s for request in case.requests)
+        limits = self._trial.limits
+        timers = max(limits.transfer_s, limits.defer_s)
+        longest = timers if self._mode == "write" else max(timers, limits.read_abort_s)
+        return longest + 0.6 + self._faults.longest_s + max(request.generate_ns for request in self._requests) / 1e9
 
 
 def _as_tier_error(error: Exception) -> Exception:

@@ -24,7 +24,7 @@ from multiprocessing.reduction import send_handle
 from pathlib import Path
 from typing import Any
 
-from kvcover.real_backend.driver.case import Raised
+from kvcover.real_backend.driver.reports import Raised
 from kvcover.sim.errors import TierError
 
 HOST = "127.0.0.1"
@@ -76,12 +76,14 @@ class TreeServer:
         self._lock = threading.Lock()
         self.log = work / f"server-{os.getpid()}-{id(self):x}.log"
         self._pipe, end = multiprocessing.Pipe()
-        scratch = {"TMPDIR": str(work)} if len(str(work)) < _LONG_PATH else {}
+        own = {"PYTHONSAFEPATH": "1"}  # no module comes from the current folder, neither there nor in what vLLM starts
+        if len(str(work)) < _LONG_PATH:
+            own["TMPDIR"] = str(work)
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "kvcover.real_backend.inside.forkserver", str(end.fileno())],
+                [sys.executable, "-m", "kvcover.real_backend.inside.forkserver", str(end.fileno())],
                 pass_fds=[end.fileno()],
-                env=os.environ | scratch,
+                env=os.environ | own,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

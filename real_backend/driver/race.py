@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvcover.real_backend.driver.case import CaseResult, ConnectorCase
+from kvcover.real_backend.driver.reports import TrialResult
+from kvcover.real_backend.driver.trial import Trial
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,27 +43,28 @@ EARLY = Race(
 _PLANNED = "planned fault"
 
 
-def race_of(case: ConnectorCase, result: CaseResult) -> Race | None:
+def race_of(trial: Trial, result: TrialResult) -> Race | None:
     """Say why a result of prompt transfers may differ from run to run; None if it can't."""
     failed = [text for rank in result.ranks for text in rank.failed_batches]
-    if case.mode == "write" and any(_PLANNED not in text for text in failed):
+    mode = trial.setup.scenario.mode
+    if mode == "write" and any(_PLANNED not in text for text in failed):
         return REFUSED
-    if _overwritten(case, result):
+    if _overwritten(trial, result):
         return OVERWRITTEN
-    ids = [str(request.prefill_leg["transfer_id"]) for request in case.requests if "transfer_id" in request.prefill_leg]
-    if case.mode == "write" and len(set(ids)) < len(ids):
+    ids = [str(legs.prefill["transfer_id"]) for legs in trial.legs if "transfer_id" in legs.prefill]
+    if mode == "write" and len(set(ids)) < len(ids):
         return ONE_ID
-    if any(fault.kind == "early-completion" and fault.ms for fault in case.plan.events):
+    if any(fault.kind == "early-completion" and fault.ms for fault in trial.events):
         return EARLY
     return None
 
 
-def _overwritten(case: ConnectorCase, result: CaseResult) -> bool:
+def _overwritten(trial: Trial, result: TrialResult) -> bool:
     """Whether two prefill ranks that hold different heads wrote the same bytes of a decode rank."""
     writes: list[tuple[str, int, int, range]] = []
     for rank in result.ranks:
         if rank.name.startswith("P"):
-            heads = case.model.owned_heads(int(rank.name[1:].split(".")[-1]), case.prefill.tp)
+            heads = trial.setup.geometry.heads_of(int(rank.name[1:].split(".")[-1]), trial.setup.prefill.tp)
             writes += [(key, at, at + size, heads) for key, ranges in rank.wrote_to.items() for at, size in ranges]
     writes.sort(key=lambda write: write[:2])
     reach: tuple[str, int, range] | None = None  # the furthest end so far on this rank, and whose it is

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from kvcover.faults import EventFault
 from kvcover.real_backend.driver.book import SharedInjector
-from kvcover.real_backend.driver.case import ConnectorCase
 from kvcover.real_backend.driver.processes import Child
+from kvcover.real_backend.driver.trial import Trial
 from kvcover.sim.errors import TierError
 
 RANK_KINDS = ("crash-rank", "restart-rank", "stall-rank", "late-rank")
@@ -39,13 +39,13 @@ class Restart:
 class RankFaults:
     """What is planned for ranks. `late` maps a rank to the seconds by which it is late; `restarts` are for the driver."""
 
-    def __init__(self, case: ConnectorCase, book: SharedInjector) -> None:
+    def __init__(self, trial: Trial, book: SharedInjector) -> None:
         self._book = book
         self._due: list[_Due] = []
         self._stopped: set[str] = set()
         self.late: dict[str, float] = {}
         self.restarts: list[Restart] = []
-        events = case.plan.events
+        events = trial.events
         self.longest_s = max((((fault.ms or 0.0) + (fault.for_ms or 0.0)) / 1e3 for fault in events), default=0.0)
         """How long after its cause something may still happen because of a fault."""
         self.trailing_s = max(((fault.ms or 0.0) / 1e3 for fault in events if fault.kind not in RANK_KINDS), default=0.0)

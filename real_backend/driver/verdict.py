@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from kvcover.real_backend.driver.case import CaseResult, ConnectorCase, Coverage, Raised, RankReport, RequestResult, Side
 from kvcover.real_backend.driver.engine import Engine, Tracked
 from kvcover.real_backend.driver.processes import Child
+from kvcover.real_backend.driver.reports import Coverage, Raised, RankReport, RequestResult, TrialResult
+from kvcover.real_backend.driver.trial import EngineKey, Trial
 
 OUTCOMES = ("ok", "refused", "recomputed", "failed", "degraded", "leak", "hang", "crash", "corrupt")
 """From best to worst."""
@@ -21,15 +22,13 @@ def worst(outcomes: list[str]) -> str:
 
 KILLED = "killed by a planned fault"
 """The last step of a rank that can't be asked any more."""
-EngineKey = tuple[Side, int]
-"""One DP rank of one engine."""
 
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
     """What is left of a run when nothing moves any more: its engines' books and its ranks, still alive."""
 
-    case: ConnectorCase
+    trial: Trial
     engines: Mapping[EngineKey, Engine]
     ranks: Mapping[EngineKey, list[Child]]
     transfer_ids: Sequence[set[str]]
@@ -38,7 +37,7 @@ class Evidence:
     """What ranks had seen when a planned fault ended their first life."""
 
 
-def conclude(evidence: Evidence, seconds: float, fired: tuple[int, ...]) -> CaseResult:
+def conclude(evidence: Evidence, seconds: float, fired: tuple[int, ...]) -> TrialResult:
     """Look into every rank, and judge each request."""
     children = [child for ranks in evidence.ranks.values() for child in ranks]
     engines = evidence.engines.values()
@@ -51,8 +50,8 @@ def conclude(evidence: Evidence, seconds: float, fired: tuple[int, ...]) -> Case
     killed = any(engine.stalled and len(engine.ranks) > 1 for engine in engines)
     crashed = bool(raised) or killed
     nothing: list[Raised] = []
-    results = [_judge(evidence, index, reports, crashed) for index in range(len(evidence.case.requests))]
-    return CaseResult(
+    results = [_judge(evidence, index, reports, crashed) for index in range(len(evidence.trial.setup.requests))]
+    return TrialResult(
         requests=tuple(results),
         ranks=tuple(reports.values()),
         raised=(*raised, *(raised for child in children for raised in _ask(child, nothing, "raised"))),
@@ -71,16 +70,16 @@ def _ask(child: Child, otherwise: Any, method: str, *arguments: Any) -> Any:
     return child.ask(method, *arguments)
 
 
-def not_started(case: ConnectorCase, raised: list[Raised], missing: list[str], seconds: float) -> CaseResult:
+def not_started(trial: Trial, raised: list[Raised], missing: list[str], seconds: float) -> TrialResult:
     """Return the result of engines that never came up: an exception, or a rank that waits for ever."""
     outcome = "crash" if raised else "hang"
-    nothing = tuple(Coverage(0.0, 0.0, 1.0) for _ in range(case.decode.tp))
+    nothing = tuple(Coverage(0.0, 0.0, 1.0) for _ in range(trial.setup.decode.tp))
     empty = RequestResult(at_go=None, at_end=nothing, outcome=outcome)
-    return CaseResult((empty,) * len(case.requests), (), tuple(raised), tuple(missing), outcome, seconds)
+    return TrialResult((empty,) * len(trial.setup.requests), (), tuple(raised), tuple(missing), outcome, seconds)
 
 
 def _judge(evidence: Evidence, index: int, reports: Mapping[str, RankReport], crashed: bool) -> RequestResult:
-    case, request = evidence.case, evidence.case.requests[index]
+    setup, request = evidence.trial.setup, evidence.trial.setup.requests[index]
     at_prefill: EngineKey = ("prefill", request.prefill_dp)
     at_decode: EngineKey = ("decode", request.decode_dp)
     decode_ranks = evidence.ranks[at_decode]
@@ -102,10 +101,10 @@ def _judge(evidence: Evidence, index: int, reports: Mapping[str, RankReport], cr
             )
         )
 
-    if case.mode == "write":
+    if setup.scenario.mode == "write":
         told = tuple(rank.name for rank in decode_ranks if rank.name in decode.reported)
     else:
-        told = tuple(rank.name for rank in decode_ranks if _read_all(reports[rank.name], case.model.layers))
+        told = tuple(rank.name for rank in decode_ranks if _read_all(reports[rank.name], setup.geometry.layers))
     released = tuple(rank.name for rank in evidence.ranks[at_prefill] if rank.name in prefill.reported)
     answered = noticed("remote_blocks", "release", "text")
     late = prefill.reaped or prefill.overran or any(name not in answered for name in released)
@@ -119,7 +118,7 @@ def _judge(evidence: Evidence, index: int, reports: Mapping[str, RankReport], cr
         failed=decode.failed,
         recomputed=decode.recomputed,
         told=told,
-        prefill_told=noticed("remote_blocks") if case.mode == "write" else noticed("release", "text"),
+        prefill_told=noticed("remote_blocks") if setup.scenario.mode == "write" else noticed("release", "text"),
         prefill_released=released,
         released_late=late,
         ended=decode.state in ("ended", "aborting") or decode.failed,

@@ -7,18 +7,18 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import combinations, product
 from typing import Any
 
-Case = dict[str, Any]
+Combination = dict[str, Any]
 Choice = tuple[str, int]
 """A factor and the position of one of its values."""
 
 
-def all_pairs(factors: Mapping[str, Sequence[Any]], allowed: Callable[[Case], bool] = lambda _: True) -> list[Case]:
+def all_pairs(factors: Mapping[str, Sequence[Any]], allowed: Callable[[Combination], bool] = lambda _: True) -> list[Combination]:
     """Return cases that contain every allowed pair of values at least once.
 
     `allowed` judges a part of a case: the values chosen so far. Raises ValueError if it leaves a pair that fits no case.
     """
 
-    def values(chosen: Mapping[str, int]) -> Case:
+    def values(chosen: Mapping[str, int]) -> Combination:
         return {name: factors[name][index] for name, index in chosen.items()}
 
     open_pairs: dict[frozenset[Choice], None] = {}  # in order, unlike a set
@@ -27,7 +27,7 @@ def all_pairs(factors: Mapping[str, Sequence[Any]], allowed: Callable[[Case], bo
             if allowed(values({one: i, other: j})):
                 open_pairs[frozenset({(one, i), (other, j)})] = None
     used: Counter[Choice] = Counter()
-    cases: list[Case] = []
+    cases: list[Combination] = []
     while open_pairs:
         chosen = dict(sorted(next(iter(open_pairs))))
         for name in factors:

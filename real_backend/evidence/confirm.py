@@ -13,6 +13,7 @@ import msgspec
 
 from kvcover.real_backend.machine.environment import environment
 from kvcover.real_backend.tiers.connector import ConnectorTier
+from kvcover.real_backend.tiers.hardware import HardwareTier
 from kvcover.sim.errors import InputError
 from kvcover.sim.releases.records import ALIASES, RELEASES
 from kvcover.sim.results.result import GOOD, MEANING, Result
@@ -104,13 +105,21 @@ def _run(scenarios: list[Scenario], vllms: list[str | None], tier: str) -> tuple
     if isinstance(run, ConnectorTier):
         first, second = run.many(scenarios, vllms=vllms)
         return first, second
+    if isinstance(run, HardwareTier):
+        for scenario, vllm in zip(scenarios, vllms, strict=True):
+            run.check(scenario, vllm)  # before minutes are spent on the first of them
     first, second = (run(scenario, vllm=vllm) for scenario, vllm in zip(scenarios, vllms, strict=True))
     return first, second
 
 
 def judge(before: Result, after: Result) -> tuple[str, str]:
-    """The verdict and its reason: bad before, good after, and every planned fault fired in both."""
+    """The verdict and its reason: bad before, good after, and every planned fault fired in both.
+
+    Code or a machine that is broken is neither: it says nothing of the protocol.
+    """
     for when, result in (("before", before), ("after", after)):
+        if broken := next((finding for finding in result.findings if finding.kind == "broken"), None):
+            return INCONCLUSIVE, f"{when} ({result.release}), {broken.text}, which is {', '.join(broken.causes)}"
         if result.outcome == "vacuous":
             unfired = ", ".join(fault.fault for fault in result.faults if not fault.fired)
             return INCONCLUSIVE, f"{when} ({result.release}), {unfired} never fired, so the run proves nothing"

@@ -1,7 +1,7 @@
 """Measure the table of the real connector: `python -m kvcover.real_backend.evidence.measure --tree TREE --release R --out FILE`.
 
 One process measures one release. Rows that are measured again are replaced, all others stay, so that releases can be
-measured in any order. `--only TEXT` restricts to cells whose id contains TEXT; `--show` prints everything that was seen.
+measured in any order. `--only TEXT` restricts to scenarios whose id contains TEXT; `--show` prints everything that was seen.
 """
 
 from __future__ import annotations
@@ -11,16 +11,19 @@ import json
 import tempfile
 import tomllib
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
-from kvcover.real_backend.driver.case import USUAL_BLOCK_SIZE, CacheForm, CaseResult, Coverage, EngineSize
+import msgspec
+
 from kvcover.real_backend.driver.harness import Harness
-from kvcover.real_backend.driver.race import NO_BARRIER, OVERWRITTEN, Race, race_of
-from kvcover.real_backend.evidence.plan import Cell, cells
+from kvcover.real_backend.driver.race import NO_BARRIER, OVERWRITTEN, Race
+from kvcover.real_backend.driver.reports import TrialResult
+from kvcover.real_backend.evidence.observe import Observed, observe, tree_at
+from kvcover.real_backend.evidence.plan import Planned, planned
 from kvcover.sim.releases.records import PUBLISHED
+from kvcover.sim.results.result import Result
+from kvcover.sim.scenario.scenario import RequestSpec, Scenario, Side
 
 _HEADER = """\
 # Measured with vLLM's own, unmodified MoRI-IO connector, one process a rank, over a stand-in mori.io.
@@ -31,26 +34,9 @@ _REPEATS_OF_A_RACE = 4
 _SLOW_S = 0.2
 _ALWAYS = ("coverage", "wrong", "told", "written", "prefill_told", "prefill_released", "outcome")
 _FIELDS = ("coverage", "wrong", "covered_plus_wrong", "coverage_end", *_ALWAYS[2:])
+_REQUEST = ("prefill_dp", "decode_dp", "prefill_blocks", "decode_blocks", "external_zero", "generate_ns")
+_ENGINE = ("block_size", "layout", "order", "kv_dtype", "hybrid_kv", "lookahead_tokens")
 Row = dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class _Observed:
-    """The part of a result that a row may state."""
-
-    coverage: tuple[float, ...]
-    wrong: tuple[float, ...]
-    coverage_end: tuple[float, ...]
-    told: tuple[str, ...]
-    written: tuple[str, ...]
-    prefill_told: tuple[str, ...]
-    prefill_released: tuple[str, ...]
-    outcome: str
-
-    @property
-    def covered_plus_wrong(self) -> tuple[float, ...]:
-        """Cells that hold anything."""
-        return tuple(covered + wrong for covered, wrong in zip(self.coverage, self.wrong, strict=True))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -59,153 +45,129 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--tree", type=Path, required=True, help="a vLLM source tree")
     parser.add_argument("--release", choices=PUBLISHED, required=True, help="what the tree holds")
     parser.add_argument("--out", type=Path, help="TOML file to merge into")
-    parser.add_argument("--only", default="", help="measure only cells whose id contains this")
+    parser.add_argument("--only", default="", help="measure only scenarios whose id contains this")
     parser.add_argument("--date", default="", help="date to write into the rows")
     parser.add_argument("--show", action="store_true", help="print what every rank saw")
     options = parser.parse_args(arguments)
-    chosen = [cell for cell in cells(options.release) if options.only in cell.id]
+    chosen = [each for each in planned(options.release) if options.only in each.id]
     with tempfile.TemporaryDirectory(prefix="kvcover-") as work:
         harness = Harness(options.tree, Path(work))
-        for cell in chosen:
-            row = _measure(harness, cell, options.date, options.show)
+        for each in chosen:
+            row = _measure(harness, options.tree, each, options.date, options.show)
             if options.out:
                 merge(options.out, [row])
 
 
-def _measure(harness: Harness, cell: Cell, date: str, show: bool) -> Row:
-    results = [harness.run(cell.case())]
-    if results[0].stalled:  # a busy machine can look like a standstill, but hardly twice
-        results = [harness.run(cell.case())]
-    race = race_of(cell.case(), results[0])
+def _measure(harness: Harness, tree: Path, what: Planned, date: str, show: bool) -> Row:
+    trees = (tree_at(tree, what.scenario.release),) * 2
+
+    def run(completion_delay_s: float = 0.0) -> Observed:
+        return observe(harness, what.scenario, trees, completion_delay_s)
+
+    runs = [run()]
+    if runs[0].seen.stalled:  # a busy machine can look like a standstill, but hardly twice
+        runs = [run()]
+    race = runs[0].race
     if race is OVERWRITTEN:
-        results += [harness.run(cell.case()) for _ in range(_REPEATS_OF_A_RACE - 1)]
-        race = None if _never_right(results) else race
-    if cell.mode == "read" and any(request.told for request in results[0].requests):
-        results += [harness.run(cell.case(_SLOW_S))]
-        prompt, slow = (_observe(cell, result) for result in results)
-        if (prompt.coverage, prompt.wrong) == (slow.coverage, slow.wrong):
-            results.pop()
+        runs += [run() for _ in range(_REPEATS_OF_A_RACE - 1)]
+        race = None if _never_right([each.seen for each in runs]) else race
+    if what.scenario.mode == "read" and any(request.told for request in runs[0].seen.requests):
+        runs += [run(_SLOW_S)]
+        prompt, slow = (_quantities(each.result) for each in runs)
+        if (prompt["coverage"], prompt["wrong"]) == (slow["coverage"], slow["wrong"]):
+            runs.pop()
         else:
             race = NO_BARRIER
-    row = _row(cell, results, race, date)
-    print(f"{cell.id}: {json.dumps(row['expect'])} {[round(r.seconds, 1) for r in results]}", flush=True)
-    for raised in results[0].raised:
+    row = _row(what, [each.result for each in runs], race, date)
+    seen = runs[0].seen
+    print(f"{what.id}: {json.dumps(row['expect'])} {[round(each.seen.seconds, 1) for each in runs]}", flush=True)
+    for raised in seen.raised:
         print(f"    {raised}", flush=True)
-    if results[0].stalled:
-        print(f"    stalled: {results[0].stalled}", flush=True)
+    if seen.stalled:
+        print(f"    stalled: {seen.stalled}", flush=True)
     if show:
-        for seen in (*results[0].requests, *results[0].ranks):
-            print(f"    {seen}", flush=True)
+        for part in (*seen.requests, *seen.ranks):
+            print(f"    {part}", flush=True)
     return row
 
 
-def _observe(cell: Cell, result: CaseResult) -> _Observed:
-    """What ranks saw of all their requests: the mean of their cells; told is who was told of each of them."""
-    needed = _needed(cell)
-    reached = _reached(cell, result)
-    at_go: dict[str, list[Coverage]] = {name: [] for name in needed}
-    at_end: dict[str, list[Coverage]] = {name: [] for name in needed}
-    untold: set[str] = set()
-    for placed, request in zip(cell.case().requests, result.requests, strict=True):
-        for tp in range(cell.decode.tp):
-            name = cell.decode.rank_name("decode", placed.decode_dp, tp)
-            at_go[name].append(request.coverage[tp])
-            at_end[name].append(request.at_end[tp])
-            untold |= {name} - set(request.told)
-
-    def ordered(names: set[str]) -> tuple[str, ...]:
-        return tuple(sorted(names))
-
-    return _Observed(
-        tuple(fmean(each.covered for each in cells) for cells in at_go.values()),
-        tuple(fmean(each.wrong for each in cells) for cells in at_go.values()),
-        tuple(fmean(each.covered for each in cells) for cells in at_end.values()),
-        ordered(set(needed) - untold),
-        tuple(name for name, cells in at_end.items() if any(each.missing < 1 for each in cells) and name in reached),
-        ordered({name for request in result.requests for name in request.prefill_told}),
-        ordered({name for request in result.requests for name in request.prefill_released}),
-        result.outcome,
-    )
+def _quantities(result: Result) -> Row:
+    """What a row may state of a run; numbers are by decode rank that has a request."""
+    ranks = [rank for rank in result.by_rank if rank.coverage is not None]
+    return {
+        "coverage": [rank.coverage for rank in ranks],
+        "wrong": [rank.wrong for rank in ranks],
+        "covered_plus_wrong": [(rank.coverage or 0.0) + (rank.wrong or 0.0) for rank in ranks],
+        "coverage_end": [rank.coverage_end for rank in ranks],
+        "told": result.sets.told,
+        "written": result.sets.written,
+        "prefill_told": result.sets.prefill_told,
+        "prefill_released": result.sets.prefill_released,
+        "outcome": result.outcome,
+    }
 
 
-def _reached(cell: Cell, result: CaseResult) -> set[str]:
-    """Return the decode ranks into whose memory some transfer went, right or wrong."""
-    names = {rank.name for rank in result.ranks if rank.read_from}
-    for key in (key for rank in result.ranks for key in rank.wrote_to):
-        tp, dp = (int(part[2:]) for part in key.split(":")[-2:])  # role:host:port:tp<r>:dp<d>
-        names.add(cell.decode.rank_name("decode", dp, tp))
-    return names
-
-
-def _needed(cell: Cell) -> list[str]:
-    """Return the decode ranks that have a request, in (dp, tp) order."""
-    size = cell.decode
-    return [size.rank_name("decode", dp, tp) for dp in range(min(size.dp, cell.requests)) for tp in range(size.tp)]
-
-
-def _same(observed: Sequence[_Observed], name: str) -> Any:
-    """Return the value of a field if all repeats agree on it, else None."""
-    values = [getattr(each, name) for each in observed]
-    return values[0] if all(value == values[0] for value in values) else None
-
-
-def _row(cell: Cell, results: Sequence[CaseResult], race: Race | None, date: str) -> Row:
-    observed = [_observe(cell, result) for result in results]
-    expect: Row = {}
-    for name in _FIELDS:
-        value = _same(observed, name)
-        if value is not None and not (race and name in race.omit) and (name in _ALWAYS or (race and name in race.instead)):
-            expect[name] = value if isinstance(value, str) else list(value)
-    row = _describe(cell) | {"expect": expect}
+def _row(what: Planned, results: Sequence[Result], race: Race | None, date: str) -> Row:
+    """State what all repeats agree on, but for what the race decides."""
+    first, *others = map(_quantities, results)
+    stated = [*_ALWAYS, *(race.instead if race else ())]
+    omitted = race.omit if race else ()
+    expect = {
+        name: first[name]
+        for name in _FIELDS
+        if name in stated and name not in omitted and all(each[name] == first[name] for each in others)
+    }
+    row = {"id": what.id, **_inputs(what.scenario), "expect": expect}
     if race:
         row["race"] = race.why
     return row | {"origin": "real connector", "date": date}
 
 
-def _never_right(results: Sequence[CaseResult]) -> bool:
+def _never_right(runs: Sequence[TrialResult]) -> bool:
     """Whether no order of the writers makes a cell right: all repeats agree, nothing is covered and bytes went astray.
 
     Then the writers' layout doesn't fit the reader's, and whoever is last leaves a wrong cell.
     """
-    grades = [tuple(request.coverage for request in result.requests) for result in results]
+    grades = [tuple(request.coverage for request in seen.requests) for seen in runs]
     ranks = [rank for request in grades[0] for rank in request]
     same = all(grade == grades[0] for grade in grades)
     return same and any(rank.stray for rank in ranks) and not any(rank.covered for rank in ranks)
 
 
-def _describe(cell: Cell) -> Row:
-    case = cell.case()
+def _inputs(scenario: Scenario) -> Row:
+    """A scenario as rows tell it: what all of them have in common is left out."""
 
-    def size(engine: EngineSize) -> Row:
-        usual = CacheForm()
-        form = {field.name: getattr(engine.cache, field.name) for field in fields(usual)}
-        unusual = {k: v for k, v in form.items() if v != getattr(usual, k)}
-        unusual |= {} if engine.hybrid_kv else {"hybrid_kv": False}
-        unusual |= {"lookahead_tokens": engine.lookahead_tokens} if engine.lookahead_tokens else {}
-        return {"tp": engine.tp, "dp": engine.dp} | unusual
+    def engine(side: Side) -> Row:
+        return {"tp": side.tp, "dp": side.dp} | _unusual(side, _ENGINE)
 
+    assert isinstance(scenario.requests, tuple)
     return {
-        "id": cell.id,
-        "release": cell.release,
-        "mode": cell.mode,
-        "prefill": size(cell.prefill),
-        "decode": size(cell.decode),
-        "model": str(cell.model),
-        "block_size": USUAL_BLOCK_SIZE,
-        "prompt_tokens": case.prompt_tokens,
-        "prefill_num_blocks": cell.prefill.num_blocks,
-        "decode_num_blocks": cell.decode.num_blocks,
-        "requests": [request.placement() for request in case.requests],
-        "router": cell.router,
-        "faults": list(cell.faults),
+        "release": scenario.release,
+        "mode": scenario.mode,
+        "prefill": engine(scenario.prefill),
+        "decode": engine(scenario.decode),
+        "model": scenario.model,
+        "block_size": scenario.block_size,
+        "prompt_tokens": scenario.prompt_tokens,
+        "prefill_num_blocks": scenario.prefill.num_blocks,
+        "decode_num_blocks": scenario.decode.num_blocks,
+        "requests": [_unusual(request, _REQUEST) for request in scenario.requests],
+        "router": scenario.router,
+        "faults": list(scenario.faults),
     }
+
+
+def _unusual(part: Side | RequestSpec, names: Sequence[str]) -> Row:
+    """Those fields that are not as usual, in this order."""
+    given: Row = msgspec.to_builtins(part)
+    return {name: given[name] for name in names if name in given}
 
 
 def merge(path: Path, rows: Sequence[Row]) -> None:
     """Put `rows` into the file in place of those with the same id, in the order of the plan."""
     known = {row["id"]: row for row in tomllib.loads(path.read_text())["row"]} if path.exists() else {}
     known |= {row["id"]: row for row in rows}
-    order = [cell.id for release in PUBLISHED for cell in cells(release)]
+    order = [each.id for release in PUBLISHED for each in planned(release)]
     position = {identifier: index for index, identifier in enumerate(order)}
     kept = sorted((row for row in known.values() if row["id"] in position), key=lambda row: position[row["id"]])
     text = _HEADER + "".join("\n[[row]]\n" + "".join(f"{k} = {_toml(v)}\n" for k, v in row.items()) for row in kept)

@@ -19,22 +19,21 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
-from kvcover.real_backend.driver.case import CaseResult, Coverage, EngineSize, ModelShape, RankReport
+import msgspec
+
 from kvcover.real_backend.driver.harness import Harness
-from kvcover.real_backend.driver.race import race_of
-from kvcover.real_backend.evidence.all_pairs import Case, all_pairs
-from kvcover.real_backend.evidence.plan import Cell
+from kvcover.real_backend.evidence.all_pairs import Combination, all_pairs
+from kvcover.real_backend.evidence.observe import observe, tree_at
+from kvcover.real_backend.evidence.plan import GQA2, GQA8, MLA, Planned, scenario_of
 from kvcover.sim.releases.records import PUBLISHED
 from kvcover.sim.results.agreement import View, differences, view
-from kvcover.sim.scenario.scenario import build
+from kvcover.sim.scenario.scenario import Scenario
 from kvcover.sim.simulate import run
 
 _ATTEMPTS = 3
-_SHORT_TIMERS = {"transfer_timeout_s": 1.5, "defer_timeout_s": 2.0}
-_HEADS = {"mla": ModelShape(layers=2), "gqa8": ModelShape(2, kv_heads=8), "gqa2": ModelShape(2, kv_heads=2)}
+_HEADS = {"mla": MLA, "gqa8": GQA8, "gqa2": GQA2}
 _FACTORS: dict[str, Sequence[Any]] = {
     "release": PUBLISHED,
     "tp": ((2, 2), (1, 1), (1, 2), (2, 1), (2, 4), (4, 2), (1, 4), (4, 1), (4, 4), (8, 8), (8, 4), (4, 8)),
@@ -61,7 +60,7 @@ _SKEWED = (("0.26.0", "0.27.0"), ("0.27.0", "0.26.0"), ("0.27.0", "0.33.0"), ("0
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class Comparison:
     """What came of one case. `agree`; `varies`: the connector's own runs differ, one as the model says; or `disagree`.
 
     `differ` maps a field to [model, connector]; `race` says which fields can't be compared, and why.
@@ -75,25 +74,9 @@ class Verdict:
     seconds: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class Planned:
-    """One case: a cell of prefill's release, and what decode runs."""
-
-    cell: Cell
-    decode_release: str
-
-    @property
-    def releases(self) -> str:
-        """One release, or both."""
-        return self.cell.release if self.decode_release == self.cell.release else f"{self.cell.release}→{self.decode_release}"
-
-    @property
-    def id(self) -> str:
-        """Name all factors."""
-        cell = self.cell
-        heads = next(label for label, model in _HEADS.items() if model == cell.model)
-        sizes = f"p{cell.prefill.tp}x{cell.prefill.dp}d{cell.decode.tp}x{cell.decode.dp}"
-        return "/".join([self.releases, cell.mode, sizes, heads, cell.router.replace(" ", "-"), *cell.faults])
+def releases_of(scenario: Scenario) -> str:
+    """One release, or those of prefill and decode."""
+    return f"{scenario.release}→{scenario.decode_release}" if scenario.decode_release else scenario.release
 
 
 def plan() -> list[Planned]:
@@ -106,99 +89,42 @@ def plan() -> list[Planned]:
     cases += all_pairs({**healthy, "release": _MOST_CHANGED}, _fits)
     cases += all_pairs({**healthy, "release": _SKEWED}, _fits)
     planned = {each.id: each for each in map(_planned, cases)}
-    return sorted(planned.values(), key=lambda each: (each.decode_release != each.cell.release, PUBLISHED.index(each.cell.release)))
+    return sorted(planned.values(), key=lambda each: (bool(each.scenario.decode_release), PUBLISHED.index(each.scenario.release)))
 
 
-def _fits(case: Case) -> bool:
+def _fits(case: Combination) -> bool:
     """Leave out DP and TP together on one side: ports collide in every release, and such an engine never starts."""
     return all(tp == 1 or dp == 1 for tp, dp in zip(case.get("tp", ()), case.get("dp", ()), strict=False))
 
 
-def _planned(case: Case) -> Planned:
-    release = case["release"]
-    own, other = (release, release) if isinstance(release, str) else release
-    prefill, decode = (EngineSize(tp, dp) for tp, dp in zip(case["tp"], case["dp"], strict=True))
+def _planned(case: Combination) -> Planned:
+    release, mode, heads, router = case["release"], case["mode"], case["heads"], case["router"]
+    own, other = (release, None) if isinstance(release, str) else release
+    prefill, decode = ({"tp": tp, "dp": dp} for tp, dp in zip(case["tp"], case["dp"], strict=True))
     faults = (case["key"],) if case["key"] else ()
-    model, requests = _HEADS[case["heads"]], max(case["dp"])
-    return Planned(Cell(own, case["mode"], prefill, decode, model, case["router"], faults, requests), other)
+    requests = max(case["dp"])
+    scenario = scenario_of(own, mode, prefill, decode, _HEADS[heads], router, faults, requests, decode_release=other)
+    sizes = f"p{prefill['tp']}x{prefill['dp']}d{decode['tp']}x{decode['dp']}"
+    return Planned("/".join([releases_of(scenario), mode, sizes, heads, router.replace(" ", "-"), *faults]), scenario)
 
 
-def model_view(planned: Planned) -> View:
-    """What the model says of a case, on the same blocks. A key fault that finds no key changes nothing here."""
-    result = run(build(_scenario(planned, planned.cell.faults)))
+def model_view(scenario: Scenario) -> tuple[Scenario, View]:
+    """What the model says, and of which scenario: a key fault that finds no key changes nothing, and is left out."""
+    result = run(scenario)
     if result.outcome == "vacuous":
-        result = run(build(_scenario(planned, ())))
-    return view(result)
+        scenario = msgspec.structs.replace(scenario, faults=())
+        result = run(scenario)
+    return scenario, view(result)
 
 
-def _scenario(planned: Planned, faults: tuple[str, ...]) -> dict[str, Any]:
-    cell, case = planned.cell, planned.cell.case()
-
-    def size(engine: EngineSize) -> dict[str, int]:
-        return {"tp": engine.tp, "dp": engine.dp, "num_blocks": engine.num_blocks}
-
-    return {
-        "release": cell.release,
-        "decode_release": planned.decode_release,
-        "mode": cell.mode,
-        "prefill": size(cell.prefill),
-        "decode": size(cell.decode),
-        "model": str(cell.model),
-        "kv_dtype": "fp32",
-        "block_size": cell.decode.cache.block_size,
-        "prompt_tokens": case.prompt_tokens,
-        "router": cell.router,
-        "faults": list(faults),
-        "fabric": "loopback",
-        "timers": _SHORT_TIMERS,
-        "requests": [request.placement() for request in case.requests],
-    }
-
-
-def connector_view(cell: Cell, result: CaseResult) -> View:
-    """The same quantities, as seen on the real connector."""
-    coverage: dict[str, list[Coverage]] = {}
-    at_end: dict[str, list[Coverage]] = {}
-    told: dict[str, list[bool]] = {}
-    for request, planned in zip(result.requests, cell.case().requests, strict=True):
-        for tp in range(cell.decode.tp):
-            rank = cell.decode.rank_name("decode", planned.decode_dp, tp)
-            coverage.setdefault(rank, []).append(request.coverage[tp])
-            at_end.setdefault(rank, []).append(request.at_end[tp])
-            told.setdefault(rank, []).append(rank in request.told)
-    names = sorted(coverage)
-    reached = _reached(cell, result.ranks)
-    covered = [fmean(each.covered for each in coverage[rank]) for rank in names]
-    wrong = [fmean(each.wrong for each in coverage[rank]) for rank in names]
-    return {
-        "coverage": covered,
-        "wrong": wrong,
-        "covered_plus_wrong": [c + w for c, w in zip(covered, wrong, strict=True)],
-        "written": [rank for rank in names if rank in reached and any(each.missing < 1 for each in at_end[rank])],
-        "told": [rank for rank in names if all(told[rank])],
-        "prefill_told": sorted({rank for request in result.requests for rank in request.prefill_told}),
-        "prefill_released": sorted({rank for request in result.requests for rank in request.prefill_released}),
-        "outcome": result.outcome,
-    }
-
-
-def _reached(cell: Cell, ranks: Sequence[RankReport]) -> set[str]:
-    """Return the decode ranks into whose memory some transfer went, right or wrong."""
-    names = {rank.name for rank in ranks if rank.read_from}
-    for key in (key for rank in ranks for key in rank.wrote_to):
-        tp, dp = (int(part[2:]) for part in key.split(":")[-2:])  # role:host:port:tp<r>:dp<d>
-        names.add(cell.decode.rank_name("decode", dp, tp))
-    return names
-
-
-def compare(harness: Harness, planned: Planned) -> Verdict:
+def compare(harness: Harness, planned: Planned, trees: Path) -> Comparison:
     """Run a case on the connector, again if it disagrees with the model: a busy machine can look like a timeout."""
     started = time.monotonic()
-    cell, model = planned.cell, model_view(planned)
+    scenario, model = model_view(planned.scenario)
+    ran = tuple(tree_at(trees / release, release) for release in (scenario.release, scenario.decode_release or scenario.release))
     for attempt in range(_ATTEMPTS):
-        result = harness.run(cell.case())
-        race = race_of(cell.case(), result)
-        real = connector_view(cell, result)
+        observed = observe(harness, scenario, (ran[0], ran[1]))
+        race, real = observed.race, view(observed.result)
         now = differences(model, real, race.omit, race.instead) if race else differences(model, real)
         if attempt == 0 or now:
             differ = now
@@ -206,16 +132,17 @@ def compare(harness: Harness, planned: Planned) -> Verdict:
             break
     verdict = "agree" if not differ else "disagree" if now else "varies"
     why = f"{race.why}; not compared: {', '.join(race.omit)}" if race and race.omit else ""
-    raised = [f"{each.rank} {each.call}: {each.kind}: {each.text}" for each in result.raised] if differ else []
-    return Verdict(planned.id, verdict, differ, why, raised, round(time.monotonic() - started, 1))
+    raised = [f"{each.rank} {each.call}: {each.kind}: {each.text}" for each in observed.seen.raised] if differ else []
+    return Comparison(planned.id, verdict, differ, why, raised, round(time.monotonic() - started, 1))
 
 
-def verdicts(trees: Path, cases: Sequence[Planned]) -> Iterator[Verdict]:
+def comparisons(trees: Path, cases: Sequence[Planned]) -> Iterator[Comparison]:
     """Run the cases of one release, or of one pair of them."""
-    prefill, decode = trees / cases[0].cell.release, trees / cases[0].decode_release
+    releases = cases[0].scenario.release, cases[0].scenario.decode_release or cases[0].scenario.release
+    prefill, decode = (trees / release for release in releases)
     with tempfile.TemporaryDirectory(prefix="kvcover-") as work, Harness(prefill, Path(work), decode_tree=decode) as harness:
         for planned in cases:
-            yield compare(harness, planned)
+            yield compare(harness, planned, trees)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -228,14 +155,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     done = {verdict.id for verdict in read(options.record)}
     wanted = [each for each in plan() if options.only in each.id]
+    todo = [each for each in wanted if each.id not in done]
     with options.record.open("a") as record:
-        for releases, cases in itertools.groupby((each for each in wanted if each.id not in done), lambda each: each.releases):
+        for releases, group in itertools.groupby(todo, lambda each: releases_of(each.scenario)):
             missing = [release for release in releases.split("→") if not (options.trees / release).is_dir()]
-            todo = list(cases)
+            cases = list(group)
             if missing:
-                print(f"{releases}: no tree of {', '.join(missing)}: {len(todo)} cases NOT RUN", file=sys.stderr)
+                print(f"{releases}: no tree of {', '.join(missing)}: {len(cases)} cases NOT RUN", file=sys.stderr)
                 continue
-            for verdict in verdicts(options.trees, todo):
+            for verdict in comparisons(options.trees, cases):
                 line = json.dumps(asdict(verdict), ensure_ascii=False)
                 print(line, file=record, flush=True)
                 print(line, flush=True)
@@ -246,15 +174,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return int(any(verdict.verdict == "disagree" for verdict in seen))
 
 
-def read(record: Path) -> list[Verdict]:
+def read(record: Path) -> list[Comparison]:
     """Return the verdicts of a record, none if there is no such file."""
     lines = record.read_text().splitlines() if record.exists() else []
-    return [Verdict(**json.loads(line)) for line in lines]
+    return [Comparison(**json.loads(line)) for line in lines]
 
 
-def table(found: Sequence[Verdict]) -> str:
+def table(found: Sequence[Comparison]) -> str:
     """Return the Markdown page: counts by release, what differs, every case."""
-    planned = Counter(each.releases for each in plan())
+    planned = Counter(releases_of(each.scenario) for each in plan())
     today = datetime.datetime.now(tz=datetime.UTC).date().isoformat()
     counts = Counter((verdict.id.split("/")[0], verdict.verdict) for verdict in found)
     lines = [
@@ -285,7 +213,7 @@ def table(found: Sequence[Verdict]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _difference(verdict: Verdict) -> str:
+def _difference(verdict: Comparison) -> str:
     fields = "; ".join(
         f"{each}: model {json.dumps(model)}, connector {json.dumps(real)}" for each, (model, real) in verdict.differ.items()
     )

@@ -1,41 +1,42 @@
-"""Which cells are measured on which release: a table of scenarios, not of results."""
+"""Which scenarios are measured on which release: inputs, not results. The model runs them as they are."""
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Any
 
-from kvcover.faults import Injector, parse_fault
-from kvcover.real_backend.driver.case import USUAL_POOL, CacheForm, ConnectorCase, EngineSize, Mode, ModelShape, RequestCase, Side
 from kvcover.sim.releases.records import get_release
-from kvcover.sim.scenario.dispatch import Dispatch
 from kvcover.sim.scenario.routers import get_router
+from kvcover.sim.scenario.scenario import Mode, Scenario, build
+from kvcover.sim.scenario.setup import Endpoint, resolve
 
-_MLA = ModelShape(layers=2)
-_GQA8 = ModelShape(layers=2, kv_heads=8, head_dim=8)
-_GQA2 = ModelShape(layers=2, kv_heads=2, head_dim=8)
-_SLIDING = ModelShape(layers=4, kv_heads=8, head_dim=8, window=32, minor=ModelShape(4, kv_heads=8), minor_layers=(1, 3))
-_ALL_SLIDING = ModelShape(layers=2, kv_heads=2, head_dim=8, window=40)
-_GQA8_MLA = ModelShape(layers=3, kv_heads=8, head_dim=8, minor=ModelShape(3), minor_layers=(1,))
-_GQA2_MLA = ModelShape(layers=3, kv_heads=2, head_dim=8, minor=ModelShape(3), minor_layers=(1,))
-_MLA_GQA8 = ModelShape(layers=3, minor=ModelShape(3, kv_heads=8), minor_layers=(1,))
-_STATE8 = ModelShape(layers=4, kv_heads=8, head_dim=16, state=True)
-_GQA8_STATE = ModelShape(layers=4, kv_heads=8, head_dim=8, minor=_STATE8, minor_layers=(1, 3))
-_GQA2_STATE = ModelShape(layers=4, kv_heads=2, head_dim=8, minor=_STATE8, minor_layers=(1, 3))
-_MLA_STATE = ModelShape(layers=4, minor=_STATE8, minor_layers=(1, 3))
-_GQA2_STATES = ModelShape(layers=6, kv_heads=2, head_dim=8, minor=replace(_STATE8, layers=6), minor_layers=(2, 5))
+BLOCK_SIZE = 16
+
+MLA, GQA8, GQA2 = "layers=2,mla=64+16", "layers=2,kv_heads=8,head_dim=8", "layers=2,kv_heads=2,head_dim=8"
+_SLIDING = "layers=4,kv_heads=8,head_dim=8,window=32,full_every=2"
+_ALL_SLIDING = "layers=2,kv_heads=2,head_dim=8,window=40"
+_GQA8_MLA = "layers=3,kv_heads=8,head_dim=8,mla=64+16,mla_every=2"
+_GQA2_MLA = "layers=3,kv_heads=2,head_dim=8,mla=64+16,mla_every=2"
+_MLA_GQA8 = "layers=3,mla=64+16,kv_heads=8,head_dim=8,gqa_every=2"
+_GQA8_STATE = "layers=4,kv_heads=8,head_dim=8,state=8x16,state_every=2"
+_GQA2_STATE = "layers=4,kv_heads=2,head_dim=8,state=8x16,state_every=2"
+_MLA_STATE = "layers=4,mla=64+16,state=8x16,state_every=2"
+_GQA2_STATES = "layers=6,kv_heads=2,head_dim=8,state=8x16,state_every=3"
 _LABELS = {
-    _MLA: "mla", _GQA8: "gqa8", _GQA2: "gqa2", _SLIDING: "sliding", _ALL_SLIDING: "all-sliding",
+    MLA: "mla", GQA8: "gqa8", GQA2: "gqa2", _SLIDING: "sliding", _ALL_SLIDING: "all-sliding",
     _GQA8_MLA: "gqa8+mla", _GQA2_MLA: "gqa2+mla", _MLA_GQA8: "mla+gqa8",
     _GQA8_STATE: "gqa8+state", _GQA2_STATE: "gqa2+state", _MLA_STATE: "mla+state", _GQA2_STATES: "gqa2x2+state",
 }  # fmt: skip
 
 # Out of order and partly not adjacent, different on the two sides, so that shifted or merged ranges show.
 _PREFILL_BLOCKS = ((2, 3, 5, 7), (8, 10, 12, 13), (14,))
-_LOOKAHEAD_BLOCKS = (3, 2)
 _DECODE_BLOCKS = ((9, 4, 5, 11), (1, 6, 7, 13), (15,))
+_LOOKAHEAD_BLOCKS = (3, 2)
 _PROMPT_TOKENS = 64
+_POOL = 16
 
 _DROP = ("drop:remote_tp_size",)
 _ONE = ("set:remote_tp_size=1",)
@@ -86,7 +87,7 @@ _RUNNING: tuple[tuple[bool, tuple[str, ...]], ...] = (
     (True, ("set:is_request_leader=false@decode",)),
     (False, ("set:do_remote_prefill=false@decode",)),
 )
-_GENERATE_S = 5.0
+_GENERATE_NS = 5_000_000_000
 # Mode, TP sizes and DP size of both sides, faults: each leg gets what was meant for the other, or for the request before.
 _SWAPPED: tuple[tuple[Mode, int, int, int, str], ...] = (
     ("write", 2, 4, 1, "swap:remote_tp_size"),
@@ -106,156 +107,180 @@ _MODES: tuple[Mode, Mode] = ("write", "read")
 _RENAME = ("rename:remote_tp_size=tp_size@prefill",)
 
 
+Engine = dict[str, Any]
+"""Fields of a scenario's `prefill` or `decode` that are not as usual."""
+
+
 @dataclass(frozen=True, slots=True)
-class Cell:
-    """One scenario on one release. `requests` says how many, spread over the engines' DP ranks."""
+class Planned:
+    """A scenario that is run on the real connector, under a name that says it all and sorts well."""
 
-    release: str
-    mode: Mode
-    prefill: EngineSize
-    decode: EngineSize
-    model: ModelShape
-    router: str
-    faults: tuple[str, ...] = ()
-    requests: int = 1
-    external_zero: bool = False
-    generate_s: float = 0.0
+    id: str
+    scenario: Scenario
 
-    @property
-    def id(self) -> str:
-        """A name that says it all and sorts well."""
-        sizes = "".join(
-            f"{letter}{size.tp}" + (f"x{size.dp}" if size.dp > 1 else "")
-            for letter, size in (("p", self.prefill), ("d", self.decode))
-        )
-        kind = (["external_zero"] if self.external_zero else []) + (["generating"] if self.generate_s else [])
-        tail = "+".join([self.router.split()[0].removesuffix("-proxy").removeprefix("vllm-"), *kind, *self.faults])
-        forms = [_form(size) for size in (self.prefill, self.decode)]
-        caches = "caches=" + ">".join(form or "usual" for form in forms) if any(forms) else ""
-        return "/".join(filter(None, (self.release, self.mode, sizes, _LABELS[self.model], caches, tail)))
 
-    def case(self, completion_delay_s: float = 0.0) -> ConnectorCase:
-        """Return what the harness runs, with transfers that take `completion_delay_s`."""
-        keys = Injector([parse_fault(text) for text in self.faults])
-        return ConnectorCase(
-            self.mode,
-            self.model,
-            self.prefill,
-            self.decode,
-            tuple(self._request(index, keys) for index in range(self.requests)),
-            prompt_tokens=_PROMPT_TOKENS,
-            completion_delay_s=completion_delay_s,
-        )
-
-    def _request(self, index: int, keys: Injector) -> RequestCase:
-        router = get_router(self.router, self.release)
-        prefill_dp, decode_dp = index % self.prefill.dp, index % self.decode.dp
-        values = {
-            "transfer_id": f"tx-{index:032x}",
-            "prefill.tp": self.prefill.tp,
-            "prefill.dp": self.prefill.dp,
-            "prefill.dp_rank": prefill_dp,
-            "decode.tp": self.decode.tp,
-            "decode.dp": self.decode.dp,
-            "decode.dp_rank": decode_dp,
+def scenario_of(
+    release: str,
+    mode: Mode,
+    prefill: Engine,
+    decode: Engine,
+    model: str,
+    router: str,
+    faults: tuple[str, ...] = (),
+    requests: int = 1,
+    request: dict[str, Any] | None = None,
+    decode_release: str | None = None,
+) -> Scenario:
+    """`requests` requests as `request` says, spread over the engines' DP ranks, on blocks that show what goes astray."""
+    fields = {
+        "release": release,
+        "decode_release": decode_release,
+        "mode": mode,
+        "prefill": {"num_blocks": _POOL, **prefill},
+        "decode": {"num_blocks": _POOL, **decode},
+        "model": model,
+        "kv_dtype": "fp32",
+        "block_size": BLOCK_SIZE,
+        "prompt_tokens": _PROMPT_TOKENS,
+        "router": router,
+        "faults": list(faults),
+        "fabric": "loopback",
+    }
+    setup = resolve(build({**fields, "requests": requests}))
+    placed = [
+        {
+            "prefill_dp": index % setup.prefill.dp,
+            "decode_dp": index % setup.decode.dp,
+            "prefill_blocks": _blocks(setup.prefill, _PREFILL_BLOCKS[index:]),
+            "decode_blocks": _blocks(setup.decode, _DECODE_BLOCKS[index:]),
+            **(request or {}),
         }
-        dispatch = Dispatch(router, self.mode, values, keys, index)
-        return RequestCase(
-            self._blocks("prefill", index),
-            self._blocks("decode", index),
-            dispatch.prefill_leg()[0],
-            lambda response: dispatch.decode_leg(response)[0],
-            prefill_dp,
-            decode_dp,
-            external_zero=self.external_zero,
-            generate_s=self.generate_s,
-        )
-
-    def _blocks(self, side: Side, index: int) -> tuple[int, ...]:
-        """The blocks of a request, table after table. Decode allocates none for what has left a window."""
-        size, rows = (self.prefill, _PREFILL_BLOCKS) if side == "prefill" else (self.decode, _DECODE_BLOCKS)
-        count = _PROMPT_TOKENS // size.cache.block_size
-        if self.model.alike or not size.hybrid_kv:
-            return rows[index][:count] + (_LOOKAHEAD_BLOCKS[:1] if size.lookahead_tokens else ())
-        blocks: tuple[int, ...] = ()
-        for table, layers in enumerate(self.model.tables):
-            window = self.model.at(layers[0]).window
-            if self.model.at(layers[0]).state:
-                blocks += rows[table][:1]
-                continue
-            skipped = max(0, _PROMPT_TOKENS - window) // size.cache.block_size if window and side == "decode" else 0
-            blocks += (0,) * skipped + rows[table][skipped:count]
-            blocks += _LOOKAHEAD_BLOCKS[table : table + 1] if size.lookahead_tokens else ()
-        return blocks
+        for index in range(requests)
+    ]
+    return build({**fields, "requests": placed})
 
 
-def _form(size: EngineSize) -> str:
+def _blocks(endpoint: Endpoint, numbers: tuple[tuple[int, ...], ...]) -> list[int]:
+    """The blocks of a request, table after table: each takes from a row of `numbers` what it allocates of the prompt."""
+    prompt = _PROMPT_TOKENS // endpoint.shape.block_size
+    blocks: list[int] = []
+    for table, (skipped, count) in enumerate(endpoint.rows(_PROMPT_TOKENS)):
+        blocks += numbers[table][skipped : min(count, prompt)]
+        blocks += _LOOKAHEAD_BLOCKS[table : table + max(0, count - prompt)]
+    return blocks
+
+
+def _sizes(scenario: Scenario) -> str:
+    """TP and DP of both engines in short."""
+    engines = (("p", scenario.prefill), ("d", scenario.decode))
+    return "".join(f"{letter}{side.tp}" + (f"x{side.dp}" if side.dp > 1 else "") for letter, side in engines)
+
+
+def _planned(
+    release: str,
+    mode: Mode,
+    prefill: Engine,
+    decode: Engine,
+    model: str,
+    router: str,
+    faults: tuple[str, ...] = (),
+    requests: int = 1,
+    request: dict[str, Any] | None = None,
+) -> Planned:
+    scenario = scenario_of(release, mode, prefill, decode, model, router, faults, requests, request)
+    kind = [name for name, field in (("external_zero", "external_zero"), ("generating", "generate_ns")) if field in (request or {})]
+    tail = "+".join([router.split()[0].removesuffix("-proxy").removeprefix("vllm-"), *kind, *faults])
+    forms = [_form(engine) for engine in (prefill, decode)]
+    caches = "caches=" + ">".join(form or "usual" for form in forms) if any(forms) else ""
+    return Planned("/".join(filter(None, (release, mode, _sizes(scenario), _LABELS[model], caches, tail))), scenario)
+
+
+def _form(engine: Engine) -> str:
     """Name what is unusual of an engine's caches."""
-    pool = f"nb{size.num_blocks}" if size.num_blocks != USUAL_POOL else ""
-    one_table = "" if size.hybrid_kv else "one-table"
-    lookahead = f"ahead{size.lookahead_tokens}" if size.lookahead_tokens else ""
-    return ".".join(filter(None, (str(size.cache), pool, one_table, lookahead)))
+    parts = [engine.get("layout"), engine.get("order")]
+    parts += [f"{short}{engine[name]}" if name in engine else "" for name, short in (("block_size", "bs"),)]
+    parts += [engine.get("kv_dtype"), f"nb{engine['num_blocks']}" if "num_blocks" in engine else ""]
+    parts += ["" if engine.get("hybrid_kv", True) else "one-table"]
+    parts += [f"ahead{engine['lookahead_tokens']}" if "lookahead_tokens" in engine else ""]
+    return ".".join(filter(None, parts))
 
 
-def cells(release: str) -> Iterator[Cell]:
-    """Yield the cells of one release, each once."""
+@functools.cache
+def planned(release: str) -> tuple[Planned, ...]:
+    """The scenarios that are measured on one release, each once."""
     toy = get_router("toy-proxy", release).name
+    return (
+        *_tensor_parallel(release, toy),
+        *_keys(release, toy),
+        *_caches(release, toy),
+        *_layers(release, toy),
+        *_states(release, toy),
+    )
 
-    def cell(mode: Mode, p: int, d: int, model: ModelShape, router: str = toy, faults: tuple[str, ...] = ()) -> Cell:
-        return Cell(release, mode, EngineSize(p), EngineSize(d), model, router, faults)
+
+def _tp(tp: int, **unusual: Any) -> Engine:
+    return {"tp": tp, **unusual}
+
+
+def _tensor_parallel(release: str, toy: str) -> Iterator[Planned]:
+    """TP and DP sizes and heads, with the key that releases read for them and without."""
+
+    def of(mode: Mode, p: int, d: int, model: str, router: str = toy, faults: tuple[str, ...] = ()) -> Planned:
+        return _planned(release, mode, _tp(p), _tp(d), model, router, faults)
 
     for p, d in ((4, 4), (2, 4), (4, 2)):
-        for model in (_MLA, _GQA8, _GQA2):
-            yield cell("write", p, d, model)
+        for model in (MLA, GQA8, GQA2):
+            yield of("write", p, d, model)
     for p, d, faults in ((4, 4, _DROP), (4, 4, _ONE), (4, 2, _DROP), (2, 4, _DROP)):
-        for model in (_MLA, _GQA8):
-            yield cell("write", p, d, model, faults=faults)
-    yield cell("write", 8, 8, _MLA)
+        for model in (MLA, GQA8):
+            yield of("write", p, d, model, faults=faults)
+    yield of("write", 8, 8, MLA)
     if release in ("0.26.0", "0.27.0", "0.33.0"):
-        yield cell("write", 8, 8, _GQA8)
+        yield of("write", 8, 8, GQA8)
     if release in ("0.26.0", "0.27.0", "0.32.0", "0.33.0"):
-        yield cell("write", 8, 4, _MLA)
-        yield cell("write", 4, 8, _MLA)
+        yield of("write", 8, 4, MLA)
+        yield of("write", 4, 8, MLA)
     if release == "0.26.0":
-        yield cell("write", 8, 8, _MLA, faults=_RENAME)
+        yield of("write", 8, 8, MLA, faults=_RENAME)
     for dp_faults in ((), _DROP):
-        yield Cell(release, "write", EngineSize(1), EngineSize(1, dp=2), _MLA, toy, dp_faults, requests=2)
+        yield _planned(release, "write", _tp(1), _tp(1, dp=2), MLA, toy, dp_faults, requests=2)
     for p, d in ((2, 4), (4, 2)):
-        for model in (_MLA, _GQA2, _GQA8):
-            yield cell("read", p, d, model)
-    for model in (_MLA, _GQA8):
-        yield cell("read", 4, 4, model)
+        for model in (MLA, GQA2, GQA8):
+            yield of("read", p, d, model)
+    for model in (MLA, GQA8):
+        yield of("read", 4, 4, model)
     for p, d in ((4, 4), (2, 4), (4, 2)):
-        yield cell("read", p, d, _MLA, router="vllm-router 0.1.17")
+        yield of("read", p, d, MLA, router="vllm-router 0.1.17")
+
+
+def _keys(release: str, toy: str) -> Iterator[Planned]:
+    """Faults of the router's keys, and requests that run on while prefill has something to say of them."""
+    two = _tp(2)
     for fault in _KEY_FAULTS:
-        yield cell("write", 2, 2, _MLA, faults=(fault,))
-    for zero, planned in _RUNNING:
-        yield replace(cell("write", 2, 2, _MLA, faults=planned), external_zero=zero, generate_s=_GENERATE_S)
+        yield _planned(release, "write", two, two, MLA, toy, (fault,))
+    for zero, faults in _RUNNING:
+        request = ({"external_zero": True} if zero else {}) | {"generate_ns": _GENERATE_NS}
+        yield _planned(release, "write", two, two, MLA, toy, faults, request=request)
     for fault in _READ_KEY_FAULTS:
-        yield cell("read", 2, 2, _MLA, faults=(fault,))
+        yield _planned(release, "read", two, two, MLA, toy, (fault,))
     for requests, group in ((1, _SWAPPED), (2, _STALE)):
         for mode, p, d, dp, fault in group:
-            # Where a step reads for one request only, it does so whatever their keys.
+            # Up to 0.26 a step reads for one request only, whatever their keys.
             if mode == "write" or requests == 1 or get_release(release).read_queue == "all":
-                yield Cell(release, mode, EngineSize(p, dp), EngineSize(d, dp), _MLA, toy, (fault,), requests)
-    yield from _cache_cells(release, toy)
-    yield from _layer_cells(release, toy)
-    yield from _state_cells(release, toy)
+                engines = (_tp(p, dp=dp), _tp(d, dp=dp))
+                yield _planned(release, mode, *engines, MLA, toy, (fault,), requests)
 
 
 # (prefill, decode, model) of both modes: caches that lie alike or not.
-_SPLIT, _INTERLEAVED, _PACKED = CacheForm(), CacheForm(layout="interleaved"), CacheForm(layout="packed")
-_HEAD_MAJOR, _MIXED = CacheForm(order="HND"), CacheForm(layout="interleaved", order="HND")
-_LARGE_BLOCKS = CacheForm(block_size=32)
-_BF16, _FP16, _FP8 = CacheForm(kv_dtype="bf16"), CacheForm(kv_dtype="fp16"), CacheForm(kv_dtype="fp8")
-_FORMS: tuple[tuple[EngineSize, EngineSize, ModelShape], ...] = (
+_INTERLEAVED, _PACKED, _HEAD_MAJOR = {"layout": "interleaved"}, {"layout": "packed"}, {"order": "HND"}
+_SPLIT: Engine = {}
+_MIXED = _INTERLEAVED | _HEAD_MAJOR
+_LARGE_BLOCKS = {"block_size": 32}
+_BF16, _FP16, _FP8 = {"kv_dtype": "bf16"}, {"kv_dtype": "fp16"}, {"kv_dtype": "fp8"}
+_FORMS: tuple[tuple[Engine, Engine, str], ...] = (
+    *((_tp(p, **form), _tp(d, **form), GQA8) for form in (_INTERLEAVED, _HEAD_MAJOR, _PACKED) for p, d in ((2, 2), (2, 4), (4, 2))),
     *(
-        (EngineSize(p, cache=form), EngineSize(d, cache=form), _GQA8)
-        for form in (_INTERLEAVED, _HEAD_MAJOR, _PACKED)
-        for p, d in ((2, 2), (2, 4), (4, 2))
-    ),
-    *(
-        (EngineSize(1, cache=here), EngineSize(1, cache=there), _GQA8)
+        (_tp(1, **here), _tp(1, **there), GQA8)
         for here, there in (
             (_INTERLEAVED, _SPLIT),
             (_SPLIT, _INTERLEAVED),
@@ -269,63 +294,60 @@ _FORMS: tuple[tuple[EngineSize, EngineSize, ModelShape], ...] = (
             (_BF16, _FP8),
         )
     ),
-    (EngineSize(4, cache=_INTERLEAVED), EngineSize(2), _GQA8),
-    (EngineSize(2, cache=_MIXED), EngineSize(4), _GQA8),
-    *((EngineSize(1, num_blocks=24, cache=form), EngineSize(1, cache=form), _GQA8) for form in (_SPLIT, _INTERLEAVED)),
-    (EngineSize(1, cache=_LARGE_BLOCKS), EngineSize(1), _MLA),
-    (EngineSize(1), EngineSize(1, cache=_LARGE_BLOCKS), _MLA),
-    (EngineSize(1, cache=_BF16), EngineSize(1, cache=_FP8), _MLA),
-    (EngineSize(1, cache=CacheForm(layout="latent")), EngineSize(1, cache=CacheForm(layout="latent")), _MLA),
-    (EngineSize(1, cache=CacheForm(layout="standard")), EngineSize(1, cache=CacheForm(layout="standard")), _MLA),
+    (_tp(4, **_INTERLEAVED), _tp(2), GQA8),
+    (_tp(2, **_MIXED), _tp(4), GQA8),
+    *((_tp(1, num_blocks=24, **form), _tp(1, **form), GQA8) for form in (_SPLIT, _INTERLEAVED)),
+    (_tp(1, **_LARGE_BLOCKS), _tp(1), MLA),
+    (_tp(1), _tp(1, **_LARGE_BLOCKS), MLA),
+    (_tp(1, **_BF16), _tp(1, **_FP8), MLA),
+    (_tp(1, layout="latent"), _tp(1, layout="latent"), MLA),
+    (_tp(1, layout="standard"), _tp(1, layout="standard"), MLA),
 )
 
 
-def _cache_cells(release: str, router: str) -> Iterator[Cell]:
-    """Yield the cells of caches that lie otherwise than usual, or not alike."""
-    modes: tuple[Mode, ...] = ("write", "read")
-    for mode in modes:
+def _caches(release: str, router: str) -> Iterator[Planned]:
+    """Caches that lie otherwise than usual, or not alike."""
+    for mode in _MODES:
         for prefill, decode, model in _FORMS:
-            yield Cell(release, mode, prefill, decode, model, router)
+            yield _planned(release, mode, prefill, decode, model, router)
 
 
-def _layer_cells(release: str, router: str) -> Iterator[Cell]:
-    """Yield the cells of models whose layers are not all alike."""
+def _layers(release: str, router: str) -> Iterator[Planned]:
+    """Models whose layers are not all alike."""
     record = get_release(release)
-    hybrid = record.hybrid_manager == "on"
 
-    def cell(mode: Mode, prefill: EngineSize, decode: EngineSize, model: ModelShape) -> Cell:
-        sizes = [replace(size, hybrid_kv=size.hybrid_kv and hybrid) for size in (prefill, decode)]
-        return Cell(release, mode, sizes[0], sizes[1], model, router)
+    def of(mode: Mode, prefill: Engine, decode: Engine, model: str) -> Planned:
+        return _planned(release, mode, prefill, decode, model, router)
 
-    off = EngineSize(1, hybrid_kv=False)
-    if not hybrid:  # all have one table
+    off = _tp(1, hybrid_kv=False)
+    if record.hybrid_manager == "off":  # all have one table
         for mode in _MODES:
-            yield cell(mode, off, off, _SLIDING)
+            yield of(mode, off, off, _SLIDING)
             for model, (p, d) in itertools.product((_GQA8_MLA, _MLA_GQA8), ((2, 4), (4, 2))):
-                yield cell(mode, EngineSize(p), EngineSize(d), model)
+                yield of(mode, _tp(p, hybrid_kv=False), _tp(d, hybrid_kv=False), model)
         return
     for mode in _MODES:
         for p, d in ((1, 1), (2, 2)):
-            yield cell(mode, EngineSize(p), EngineSize(d), _SLIDING)
-        yield cell(mode, EngineSize(1), EngineSize(1), _ALL_SLIDING)
-    yield cell("read", EngineSize(2), EngineSize(4), _ALL_SLIDING)
-    yield cell("read", EngineSize(1), EngineSize(1, lookahead_tokens=1), _SLIDING)
-    yield cell("read", EngineSize(1), off, _SLIDING)
-    yield cell("read", off, EngineSize(1), _SLIDING)
-    yield cell("read", off, EngineSize(1), _ALL_SLIDING)
+            yield of(mode, _tp(p), _tp(d), _SLIDING)
+        yield of(mode, _tp(1), _tp(1), _ALL_SLIDING)
+    yield of("read", _tp(2), _tp(4), _ALL_SLIDING)
+    yield of("read", _tp(1), _tp(1, lookahead_tokens=1), _SLIDING)
+    yield of("read", _tp(1), off, _SLIDING)
+    yield of("read", off, _tp(1), _SLIDING)
+    yield of("read", off, _tp(1), _ALL_SLIDING)
     for mode in _MODES:
-        yield cell(mode, off, off, _SLIDING)
-    one_table = record.mixed_layers == "hybrid_off"
+        yield of(mode, off, off, _SLIDING)
+    one_table = {"hybrid_kv": False} if record.mixed_layers == "hybrid_off" else {}
     for model in (_GQA8_MLA, _GQA2_MLA, _MLA_GQA8):
         for mode in _MODES:
             for p, d in ((2, 2), (2, 4), (4, 2)):
-                yield cell(mode, EngineSize(p, hybrid_kv=not one_table), EngineSize(d, hybrid_kv=not one_table), model)
+                yield of(mode, _tp(p, **one_table), _tp(d, **one_table), model)
             if one_table:
-                yield cell(mode, EngineSize(2), EngineSize(2), model)
+                yield of(mode, _tp(2), _tp(2), model)
 
 
 # On releases that start a model with recurrent states: mode, TP sizes, model, faults.
-_STATES: tuple[tuple[Mode, int, int, ModelShape, tuple[str, ...]], ...] = (
+_WITH_STATES: tuple[tuple[Mode, int, int, str, tuple[str, ...]], ...] = (
     *(("read", p, d, _GQA8_STATE, ()) for p, d in ((2, 2), (2, 4), (4, 2))),
     *(("write", p, d, model, ()) for model in (_GQA8_STATE, _GQA2_STATE, _MLA_STATE) for p, d in ((2, 2), (2, 4), (4, 2))),
     ("write", 4, 1, _GQA2_STATE, ()),
@@ -340,13 +362,13 @@ _STATES: tuple[tuple[Mode, int, int, ModelShape, tuple[str, ...]], ...] = (
 )
 
 
-def _state_cells(release: str, router: str) -> Iterator[Cell]:
-    """Yield the cells of models with recurrent states; before 0.31 they don't start."""
+def _states(release: str, router: str) -> Iterator[Planned]:
+    """Models with recurrent states; before 0.31 they don't start."""
     if get_release(release).states == "refused":
         for mode in _MODES:
-            yield Cell(release, mode, EngineSize(1), EngineSize(1), _GQA8_STATE, router)
+            yield _planned(release, mode, _tp(1), _tp(1), _GQA8_STATE, router)
         return
-    for mode, p, d, model, faults in _STATES:
+    for mode, p, d, model, faults in _WITH_STATES:
         starts = mode == "read" or get_release(release).states == "read_write"
         if starts or (p, d, model, faults) == (2, 2, _GQA8_STATE, ()):
-            yield Cell(release, mode, EngineSize(p), EngineSize(d), model, router, faults)
+            yield _planned(release, mode, _tp(p), _tp(d), model, router, faults)

@@ -9,81 +9,111 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvcover.real_backend.driver.case import Coverage, ModelShape
+from kvcover.real_backend.driver.reports import Coverage
+from kvcover.real_backend.driver.trial import Role, Trial
+from kvcover.sim.cache.geometry import AXES
+from kvcover.sim.cache.layers import Group
+from kvcover.sim.cache.presets import DTYPE_BYTES
 
 View = npt.NDArray[np.int32]
-"""One layer of a rank's cache, shape [planes, blocks, block_size, heads, width], whatever its order in memory."""
+"""One layer of a rank's cache, shape [planes, blocks, block_size, heads, tags], whatever its order in memory."""
+TAG_BYTES = 4
+_MOST_TAGS = 2**31
+
+
+@dataclass(frozen=True, slots=True)
+class Numbering:
+    """Room for a number for every token, layer, plane, global head and tag of a request, whatever layer it is of."""
+
+    tokens: int
+    layers: int
+    planes: int
+    heads: int
+    tags: int
+
+    @property
+    def a_request(self) -> int:
+        """Numbers that one request's content takes up."""
+        return self.tokens * self.layers * self.planes * self.heads * self.tags
+
+    def fits(self, requests: int) -> bool:
+        """Whether a tag has a number for every value of so many requests."""
+        return (requests + 1) * self.a_request < _MOST_TAGS
+
+
+def numbering_of(trial: Trial) -> Numbering:
+    """The numbering of a run's content, the same on all ranks."""
+    kinds = trial.setup.geometry.kinds
+    planes, heads, tags = (max(getattr(kind, name) for kind in kinds) for name in ("planes", "kv_heads", "head_dim"))
+    return Numbering(trial.longest_prompt, trial.setup.geometry.layers, planes, heads, tags)
+
+
+def cells_of(trial: Trial, role: Role, tp_rank: int) -> tuple[Cells, ...]:
+    """The cells of one rank, layers that are alike together."""
+    endpoint, numbering = trial.endpoint(role), numbering_of(trial)
+    dtype = trial.kv_dtype(role)
+
+    def of(group: Group) -> Cells:
+        kind = group.geometry
+        heads = kind.heads_of(tp_rank, endpoint.tp)
+        if kind.state:  # which have a type of their own
+            return Cells(group, heads, kind.head_dim, numbering)
+        tags = kind.head_dim * DTYPE_BYTES[dtype] // TAG_BYTES
+        return Cells(group, heads, tags, numbering, role == "decode" and dtype != trial.kv_dtype("prefill"))
+
+    return tuple(of(group) for group in endpoint.groups)
 
 
 @dataclass(frozen=True, slots=True)
 class Cells:
-    """The cells of one rank in layers that are alike, of which it holds the global `heads`.
+    """The cells of one rank in a group of layers that are alike, of which it holds the global `heads`.
 
-    Prompts are whole blocks of `block_size` tokens. `axes` names the axes in memory as `AXES` of `kvcover.sim.cache.geometry`
-    does. A (token, head) takes up `width` tags of 4 bytes. With `foreign_dtype` no tag that the peer writes is what is
-    needed. `layers` are the numbers of those layers, and `room` the planes, heads and width that hold those of every layer
-    of the model (None: these are all its layers).
+    Prompts are whole blocks. A (token, head) takes up `tags` tags of 4 bytes. With `foreign_dtype` no tag that the peer writes
+    is what is needed.
     """
 
-    model: ModelShape
-    block_size: int
-    prompt_tokens: int
+    group: Group
     heads: range
-    axes: str = "pbth"
-    width: int = 0
+    tags: int
+    numbering: Numbering
     foreign_dtype: bool = False
-    layers: tuple[int, ...] | None = None
-    room: tuple[int, int, int] | None = None
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "width", self.width or self.model.width)
-
-    @property
-    def numbers(self) -> Sequence[int]:
-        """The numbers of its layers in the model."""
-        return range(self.model.layers) if self.layers is None else self.layers
-
-    def cells(self, blocks: int) -> int:
+    def count(self, blocks: int) -> int:
         """Return how many cells so many blocks have in all its layers."""
-        return len(self.numbers) * self.model.planes * len(self.heads) * blocks
+        return len(self.group.layers) * self.group.shape.planes * len(self.heads) * blocks
 
-    def memory(self, num_blocks: int) -> tuple[list[int], list[int]]:
+    def memory(self) -> tuple[list[int], list[int]]:
         """Return the lengths of a cache's axes in memory, tags last, and where in `View` its axes come from."""
-        axes = self.axes + "".join(axis for axis in "ph" if axis not in self.axes)
-        sizes = {"p": self.model.planes, "b": num_blocks, "t": self.block_size, "h": len(self.heads)}
-        return [*(sizes[axis] for axis in axes), self.width], [*(axes.index(axis) for axis in "pbth"), 4]
+        shape = self.group.shape
+        named = AXES[shape.layout, shape.order]
+        axes = named + "".join(axis for axis in "ph" if axis not in named)
+        sizes = {"p": shape.planes, "b": shape.num_blocks, "t": shape.block_size, "h": len(self.heads)}
+        return [*(sizes[axis] for axis in axes), self.tags], [*(axes.index(axis) for axis in "pbth"), 4]
 
-    def view(self, cache: View, num_blocks: int) -> View:
+    def view(self, cache: View) -> View:
         """Return a layer's cache in the shape of `View` without a copy."""
-        sizes, order = self.memory(num_blocks)
+        sizes, order = self.memory()
         return cache.reshape(sizes).transpose(order)
 
-    @property
-    def values_a_request(self) -> int:
-        """Numbers that one request's content takes up."""
-        planes, heads, width = self.room or self.model.room
-        return self.prompt_tokens * self.model.layers * planes * heads * width
-
     def identity(self, request: int, block: int, place: tuple[int, int, int]) -> View:
-        """Return the content of one cell, [block_size, width]: numbers never used elsewhere in the run, never 0.
+        """Return the content of one cell, [block_size, tags]: numbers never used elsewhere in the run, never 0.
 
         `block` counts the request's blocks from 0; `place` is (layer, plane, global head). Raises ValueError if 31 bits
         can't number every value.
         """
-        planes, heads, width = self.room or self.model.room
-        layer, plane, head = place
-        if (request + 1) * self.values_a_request >= 2**31:
+        room, (layer, plane, head) = self.numbering, place
+        if not room.fits(request):
             raise ValueError("too many values for 31-bit tags: use fewer layers, heads or tokens")
-        first = block * self.block_size
-        tokens = np.arange(first, first + self.block_size, dtype=np.int64)[:, None]
-        slot = ((tokens * self.model.layers + layer) * planes + plane) * heads + head
-        tags = request * self.values_a_request + slot * width + np.arange(self.width, dtype=np.int64) + 1
+        first = block * self.group.shape.block_size
+        tokens = np.arange(first, first + self.group.shape.block_size, dtype=np.int64)[:, None]
+        slot = ((tokens * room.layers + layer) * room.planes + plane) * room.heads + head
+        tags = request * room.a_request + slot * room.tags + np.arange(self.tags, dtype=np.int64) + 1
         return (-tags if self.foreign_dtype else tags).astype(np.int32)
 
     def fill(self, view: View, layer: int, request: int, blocks: Collection[int], first: int = 0) -> None:
         """Write one layer of a request's prompt, from its block `first` on, into its `blocks`."""
         for position, block in enumerate(blocks, first):
-            for plane in range(self.model.planes):
+            for plane in range(self.group.shape.planes):
                 for slot, head in enumerate(self.heads):
                     view[plane, block, :, slot, :] = self.identity(request, position, (layer, plane, head))
 
@@ -92,7 +122,7 @@ class Cells:
         found = 0
         for view in layers:
             tags = view[:, list(blocks)]
-            others = (tags != 0) & ((tags - 1) // self.values_a_request != request)
+            others = (tags != 0) & ((tags - 1) // self.numbering.a_request != request)
             found += int(by_cell(others).sum())
         return found
 
@@ -105,9 +135,9 @@ class Cells:
         """
         counts = {"covered": 0, "wrong": 0, "missing": 0}
         stray = 0
-        for layer, view in zip(self.numbers, layers, strict=False):
+        for layer, view in zip(self.group.layers, layers, strict=False):
             for position, block in enumerate(blocks, first):
-                for plane in range(self.model.planes):
+                for plane in range(self.group.shape.planes):
                     for slot, head in enumerate(self.heads):
                         need = self.identity(request, position, (layer, plane, head))
                         counts[_grade_cell(view[plane, block, :, slot, :], need)] += 1

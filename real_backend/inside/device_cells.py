@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from kvcover.real_backend.driver.case import Coverage
+from kvcover.real_backend.driver.reports import Coverage
 from kvcover.real_backend.inside.cells import Cells, by_cell
 
 
@@ -17,8 +17,8 @@ class DeviceCells(Cells):
 
     __slots__ = ()
 
-    def view(self, cache: Any, num_blocks: int) -> Any:
-        sizes, order = self.memory(num_blocks)
+    def view(self, cache: Any) -> Any:
+        sizes, order = self.memory()
         return cache.view(sizes).permute(order)
 
     def fill(self, view: Any, layer: int, request: int, blocks: Collection[int], first: int = 0) -> None:
@@ -29,7 +29,7 @@ class DeviceCells(Cells):
         self, layers: Sequence[Any], request: int, blocks: Collection[int], taken: Collection[int] | None, first: int = 0
     ) -> Coverage:
         covered = wrong = total = stray = 0
-        for layer, view in enumerate(layers):
+        for layer, view in zip(self.group.layers, layers, strict=False):
             if blocks:
                 cells = view[:, list(blocks)]
                 right = (cells == self._needed(view, layer, request, len(blocks))).all(dim=4).all(dim=2)
@@ -45,9 +45,10 @@ class DeviceCells(Cells):
     def _needed(self, view: Any, layer: int, request: int, blocks: int) -> Any:
         """Return what the first `blocks` blocks of a request should hold in one layer, on the device of `view`."""
         torch: Any = importlib.import_module("torch")
-        needed = np.empty((self.model.planes, blocks, self.block_size, len(self.heads), self.width), dtype=np.int32)
+        shape = self.group.shape
+        needed = np.empty((shape.planes, blocks, shape.block_size, len(self.heads), self.tags), dtype=np.int32)
         for block in range(blocks):
-            for plane in range(self.model.planes):
+            for plane in range(shape.planes):
                 for slot, head in enumerate(self.heads):
                     needed[plane, block, :, slot, :] = self.identity(request, block, (layer, plane, head))
         return torch.from_numpy(needed).to(view.device)

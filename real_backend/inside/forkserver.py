@@ -18,13 +18,14 @@ from multiprocessing.reduction import recv_handle
 from pathlib import Path
 from typing import Any
 
-from kvcover.real_backend.driver.case import ConnectorCase, Side
 from kvcover.real_backend.driver.processes import Ports
-from kvcover.real_backend.inside import rank, scheduler
+from kvcover.real_backend.driver.trial import Role, Trial
+from kvcover.real_backend.inside import scheduler, worker
+from kvcover.real_backend.inside.raising import where_it_failed
 from kvcover.real_backend.inside.vllm_setup import ConfigFactory, EngineConfig, describe, prepare
 
 _PR_SET_PDEATHSIG = 1
-_BODIES: dict[str, Any] = {"rank": rank.serve, "scheduler": scheduler.serve}
+_BODIES: dict[str, Any] = {"rank": worker.serve, "scheduler": scheduler.serve}
 
 
 class _Server:
@@ -33,24 +34,24 @@ class _Server:
     def __init__(self, pipe: Connection, work: Path) -> None:
         self._pipe = pipe
         self._configs = ConfigFactory(work / "models")
-        self._engines: dict[tuple[str, Side, int], tuple[ConnectorCase, EngineConfig]] = {}
+        self._engines: dict[tuple[str, Role, int], tuple[Trial, EngineConfig]] = {}
         self._children: dict[str, list[int]] = {}
         self._ended: dict[int, int] = {}
 
-    def configure(self, run: str, case: ConnectorCase, side: Side, dps: list[int], ports: Ports) -> None:
+    def configure(self, run: str, trial: Trial, role: Role, dps: list[int], ports: Ports) -> None:
         """Build vLLM's configurations before anything is forked."""
         for dp in dps:
-            self._engines[run, side, dp] = (case, self._configs.engine(case, side, dp, ports))
+            self._engines[run, role, dp] = (trial, self._configs.engine(trial, role, dp, ports))
         gc.collect()
         gc.freeze()
 
-    def fork(self, run: str, what: str, pipes: int, side: Side, dp: int, log: Path, *arguments: Any) -> int:
+    def fork(self, run: str, what: str, pipes: int, role: Role, dp: int, log: Path, *arguments: Any) -> int:
         """Fork one child; its ends of the pipes follow on the control pipe."""
         ends = [Connection(recv_handle(self._pipe)) for _ in range(pipes)]
-        case, config = self._engines[run, side, dp]
+        trial, config = self._engines[run, role, dp]
         pid = os.fork()
         if pid == 0:
-            self._be_child(what, log, (case, config, *arguments, *ends))
+            self._be_child(what, log, (trial, config, *arguments, *ends))
         for end in ends:
             end.close()
         self._children.setdefault(run, []).append(pid)
@@ -120,7 +121,7 @@ def main() -> None:
             answer = ("ok", getattr(server, method)(*arguments))
         except Exception as error:
             traceback.print_exc()
-            answer = ("error", rank.where_it_failed(error))
+            answer = ("error", where_it_failed(error))
         try:
             pipe.send(answer)
         except OSError:

@@ -18,8 +18,8 @@ from typing import Any
 
 from kvcover.faults import EventFault
 from kvcover.real_backend.driver.book import SharedInjector
-from kvcover.real_backend.driver.case import ConnectorCase, Side
 from kvcover.real_backend.driver.processes import Ports
+from kvcover.real_backend.driver.trial import Role, Trial
 
 NOTICE_KINDS = ("drop-notice", "duplicate-notice", "delay-notice", "reorder-notice", "poison-notice", "misroute-notice",
                 "replay-notice")  # fmt: skip
@@ -37,21 +37,18 @@ _Lists = tuple[list[int], list[int], list[int]]
 class Injection:
     """The faults of one process. `bound` are its ports, `dialled` the handshake ports it went to, in order."""
 
-    def __init__(self, case: ConnectorCase, side: Side, name: str, ports: dict[Side, Ports]) -> None:
-        self.case, self.side, self.name, self.ports = case, side, name, ports
+    def __init__(self, trial: Trial, role: Role, name: str, ports: dict[Role, Ports]) -> None:
+        self.trial, self.role, self.name, self.ports = trial, role, name, ports
         self.bound: list[int] = []
         self.dialled: list[int] = []
         self.spoilt: dict[tuple[str, str, int], str] = {}
         """What a fault did to the last batch of a kind, to a peer, from an address."""
         self.layers: list[tuple[int, int]] = []
         """Address and bytes of each layer's cache."""
-        self._owners: dict[int, str] = {}
-        plan = case.plan
-        self._injector = SharedInjector(plan.faults, plan.book) if plan.faults and plan.book else None
-
-    def meet(self, bound: dict[int, str]) -> None:
-        """Learn which rank listens on which port."""
-        self._owners = bound
+        self.owners: dict[int, str] = {}
+        """Which rank listens on which port."""
+        faults, book = trial.setup.faults, trial.book
+        self._injector = SharedInjector(faults, book) if faults and book else None
 
     def wrap_sockets(self) -> None:
         """Put ours in the place of the socket factory, in every module of the connector that imported it."""
@@ -84,7 +81,7 @@ class Injection:
 
     def owner(self, port: int) -> str:
         """The rank that listens on a port; empty if nobody does."""
-        return self._owners.get(port, "")
+        return self.owners.get(port, "")
 
     def _wrapped(self, factory: Callable[..., Any]) -> Callable[..., Any]:
         notices = [port for ports in self.ports.values() for port in ports.notices]
@@ -109,17 +106,17 @@ class Injection:
         """The request that an id belongs to, -1 if that can't be told."""
         found = _INDEX.search(text)
         index = int(found[1], 16) if found else -1
-        return index if index < len(self.case.requests) else -1
+        return index if index < len(self.trial.setup.requests) else -1
 
     def cell_of(self, address: int) -> tuple[int, int]:
         """Layer and request of an address in this rank's cache, -1 where it is nobody's."""
-        size = self.case.engine(self.side)
+        num_blocks = self.trial.endpoint(self.role).shape.num_blocks
         for layer, (start, length) in enumerate(self.layers):
             if start <= address < start + length:
-                kind = self.case.model.at(layer)
+                kind = self.trial.setup.geometry.at(layer)
                 plane = length if kind.state else length // kind.planes
-                block = (address - start) % plane // (plane // size.num_blocks)
-                mine = (i for i, request in enumerate(self.case.requests) if block and block in request.blocks(self.side))
+                block = (address - start) % plane // (plane // num_blocks)
+                mine = (i for i in range(len(self.trial.tables)) if block and block in self.trial.blocks(self.role, i))
                 return layer, next(mine, -1)
         return -1, -1
 
@@ -168,7 +165,7 @@ class _NoticeSocket:
             ids = f"{data.get('req_id', '')} {data.get('transfer_id', '')}"
             return str(data.get("type") or "remote_blocks"), self._injection.request_of(ids)
         text = payload.decode("utf-8", "replace")
-        return ("write_done" if self._injection.side == "prefill" else "release"), self._injection.request_of(text)
+        return ("write_done" if self._injection.role == "prefill" else "release"), self._injection.request_of(text)
 
     def _send_in_line(self, payload: bytes, delay_s: float) -> None:
         if self._line is None:
@@ -199,38 +196,12 @@ class _NoticeSocket:
         return socket
 
 
-class _Status:
-    """The status of a batch that a fault acts on, with the surface of `mori.io`'s."""
-
-    def __init__(self, code: str, message: str = "") -> None:
-        self._code, self._message = code, message
-
-    def Code(self) -> Any:  # noqa: N802 -- the real library's spelling
-        return importlib.import_module("mori.io").StatusCode[self._code]
-
-    def Message(self) -> str:  # noqa: N802
-        return self._message
-
-    def Init(self) -> bool:  # noqa: N802
-        return False
-
-    def InProgress(self) -> bool:  # noqa: N802
-        return self._code == "IN_PROGRESS"
-
-    def Succeeded(self) -> bool:  # noqa: N802
-        return self._code == "SUCCESS"
-
-    def Failed(self) -> bool:  # noqa: N802
-        return self._code.startswith("ERR")
-
-    def Wait(self) -> Any:  # noqa: N802
-        while self.InProgress():
-            time.sleep(0.0005)
-        return self.Code()
-
-    def become(self, status: Any) -> None:
-        """Take over what another status says."""
-        self._message, self._code = str(status.Message()), str(status.Code().name)
+def _status(code: str, message: str = "") -> Any:
+    """A status that a fault says, of the library's own type: its `WaitAll` takes no other. `mori.io` doesn't export it."""
+    library = importlib.import_module("mori.cpp")
+    status = library.TransferStatus()
+    status.Update(getattr(library.StatusCode, code), message)
+    return status
 
 
 class _Session:
@@ -240,8 +211,8 @@ class _Session:
         self._injection, self._session = injection, session
         self._base = int(getattr(local, "data", 0))
         tp, dp = (int(part[2:]) for part in str(remote.engine_key).split(":")[-2:])  # role:host:port:tp<r>:dp<d>
-        peer: Side = "decode" if injection.side == "prefill" else "prefill"
-        self._peer = injection.case.engine(peer).rank_name(peer, dp, tp)
+        peer: Role = "decode" if injection.role == "prefill" else "prefill"
+        self._peer = injection.trial.endpoint(peer).rank_name(dp, tp)
         self._full = 0
         self._refused: set[_Batch] = set()
 
@@ -291,17 +262,17 @@ class _Session:
         if fault.kind == "lose-completion":
             post(lists)
             self._injection.spoilt[batch] = "its completion was lost by a planned fault"
-            return _Status("IN_PROGRESS")
+            return _status("IN_PROGRESS")
         if fault.kind == "early-completion":
             _later(delay_s, lambda: post(lists))
-            return _Status("SUCCESS")
-        status = _Status("IN_PROGRESS")
-        _later(delay_s, lambda: status.become(_finished(post(lists))))
+            return _status("SUCCESS")
+        status = _status("IN_PROGRESS")
+        _later(delay_s, lambda: _become(status, _finished(post(lists))))
         return status
 
-    def _fail(self, batch: _Batch, error: str, message: str) -> _Status:
+    def _fail(self, batch: _Batch, error: str, message: str) -> Any:
         self._injection.spoilt[batch] = message
-        return _Status(error, message)
+        return _status(error, message)
 
 
 def _later(delay_s: float, act: Callable[[], Any]) -> None:
@@ -321,6 +292,11 @@ def _part(lists: _Lists, fraction: float) -> _Lists:
             sizes.append(min(size, left))
             left -= size
     return local, remote, sizes
+
+
+def _become(status: Any, other: Any) -> None:
+    """Let one status say what another says."""
+    status.Update(other.Code(), other.Message())
 
 
 def _finished(status: Any) -> Any:

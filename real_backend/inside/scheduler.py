@@ -1,7 +1,7 @@
 """The scheduler side of the connector in a process of its own, called as vLLM's scheduler calls it.
 
 What the scheduler itself would do around those calls (admission, block tables, request states) is kept to what the
-connector can see. Blocks come from the case, so that their ids are known; the states and the assertions are vLLM's.
+connector can see. Blocks come from the trial, so that their ids are known; the states and the assertions are vLLM's.
 """
 
 from __future__ import annotations
@@ -13,11 +13,13 @@ from multiprocessing.connection import Connection
 from types import SimpleNamespace
 from typing import Any
 
-from kvcover.real_backend.driver.case import ConnectorCase, Leg, Side, StepReport
 from kvcover.real_backend.driver.processes import Ports
+from kvcover.real_backend.driver.reports import StepReport
+from kvcover.real_backend.driver.trial import Role, Tables, Trial
 from kvcover.real_backend.inside.injection import Injection
-from kvcover.real_backend.inside.rank import raised_by, role
-from kvcover.real_backend.inside.vllm_setup import EngineConfig, connector_class, refuse_states
+from kvcover.real_backend.inside.raising import raised_by
+from kvcover.real_backend.inside.vllm_setup import EngineConfig, connector_class, connector_role, refuse_states
+from kvcover.sim.scenario.dispatch import Params
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +55,7 @@ class Reconciled:
 class _Blocks:
     """A request's block tables, as the connector sees them."""
 
-    def __init__(self, tables: tuple[tuple[int, ...], ...]) -> None:
+    def __init__(self, tables: Tables) -> None:
         self._tables = tables
 
     def get_block_ids(self) -> tuple[list[int], ...]:
@@ -64,21 +66,21 @@ class _Blocks:
 class SchedulerSide:
     """One DP rank's scheduler-side connector and the requests that it was shown."""
 
-    def __init__(self, case: ConnectorCase, config: EngineConfig, ports: dict[Side, Ports]) -> None:
-        self._case, self._side = case, config.side
+    def __init__(self, trial: Trial, config: EngineConfig, ports: dict[Role, Ports]) -> None:
+        self._endpoint = trial.endpoint(config.role)
         self._kv_cache = config.kv_cache
-        name = ("P" if config.side == "prefill" else "D") + (str(config.dp_rank) if case.engine(config.side).dp > 1 else "")
-        self._injection = Injection(case, config.side, name, ports)
+        name = self._endpoint.letter + (str(config.dp_rank) if self._endpoint.dp > 1 else "")
+        self._injection = Injection(trial, config.role, name, ports)
         self._injection.wrap_sockets()
-        refuse_states(case, config)
-        self._connector = connector_class()(config.vllm, role("SCHEDULER"), config.kv_cache)
+        refuse_states(trial, config)
+        self._connector = connector_class()(config.vllm, connector_role("SCHEDULER"), config.kv_cache)
         self._requests: dict[str, Any] = {}
-        self._blocks: dict[str, tuple[tuple[int, ...], ...]] = {}
+        self._blocks: dict[str, Tables] = {}
         self._sync_loads: set[str] = set()
         utils = importlib.import_module("vllm.distributed.kv_transfer.kv_connector.utils")
-        self._aggregator = utils.KVOutputAggregator(case.engine(config.side).tp)
+        self._aggregator = utils.KVOutputAggregator(self._endpoint.tp)
 
-    def admit(self, request_id: str, leg: Leg, blocks: tuple[tuple[int, ...], ...], tokens: int, external_zero: bool) -> Admission:
+    def admit(self, request_id: str, leg: Params, blocks: Tables, tokens: int, external_zero: bool) -> Admission:
         """Show a new request to the connector, in the order of vLLM's scheduler: admission, match, allocation.
 
         `external_zero`: the scheduler then takes nothing from outside, as newer ones do for requests that must not read
@@ -97,10 +99,10 @@ class SchedulerSide:
             self._sync_loads.add(request_id)
         return Admission(int(external), bool(wait), int(request.num_prompt_tokens))
 
-    def abort_before(self, request_id: str, leg: Leg, tokens: int) -> None:
+    def abort_before(self, request_id: str, leg: Params, tokens: int) -> None:
         """Show a request to the connector whose client goes before it gets any block."""
         request = self._new_request(request_id, leg, tokens)
-        self._requests[request_id], self._blocks[request_id] = request, ((),) * len(self._case.tables(self._side))
+        self._requests[request_id], self._blocks[request_id] = request, ((),) * len(self._endpoint.tables)
         self._connector.on_new_request(request)
         self.finish(request_id, "FINISHED_ABORTED")
 
@@ -127,7 +129,7 @@ class SchedulerSide:
         """Let a request run whose external KV is there."""
         self._requests[request_id].status = importlib.import_module("vllm.v1.request").RequestStatus.RUNNING
 
-    def finish(self, request_id: str, status: str) -> tuple[bool, Leg | None]:
+    def finish(self, request_id: str, status: str) -> tuple[bool, Params | None]:
         """End a request with a `RequestStatus` name. Returns whether its blocks stay, and what goes into the response."""
         request = self._requests[request_id]
         states = importlib.import_module("vllm.v1.request").RequestStatus
@@ -192,11 +194,11 @@ class SchedulerSide:
         scheduler = importlib.import_module("vllm.v1.core.sched.scheduler").Scheduler
         scheduler._handle_invalid_blocks(SimpleNamespace(kv_cache_config=self._kv_cache), invalid, {})
 
-    def meet(self, bound: dict[int, str]) -> None:
+    def learn_ports(self, bound: dict[int, str]) -> None:
         """Learn who listens where."""
-        self._injection.meet(bound)
+        self._injection.owners = bound
 
-    def _new_request(self, request_id: str, leg: Leg, tokens: int) -> Any:
+    def _new_request(self, request_id: str, leg: Params, tokens: int) -> Any:
         request_class = importlib.import_module("vllm.v1.request").Request
         sampling = importlib.import_module("vllm.sampling_params").SamplingParams
         return request_class(
@@ -207,11 +209,11 @@ class SchedulerSide:
         )
 
 
-def serve(case: ConnectorCase, config: EngineConfig, ports: dict[Side, Ports], pipe: Connection) -> None:
+def serve(trial: Trial, config: EngineConfig, ports: dict[Role, Ports], pipe: Connection) -> None:
     """Body of a scheduler's process: answer (method, arguments) with a result or with what was raised."""
-    name = f"{config.side} scheduler {config.dp_rank}"
+    name = f"{config.role} scheduler {config.dp_rank}"
     try:
-        side = SchedulerSide(case, config, ports)
+        side = SchedulerSide(trial, config, ports)
     except Exception as error:
         pipe.send(raised_by(name, error))
         return

@@ -16,9 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvcover.real_backend.driver.case import CacheForm, ConnectorCase, ModelShape, Side
 from kvcover.real_backend.driver.processes import HOST as HOST
 from kvcover.real_backend.driver.processes import Ports
+from kvcover.real_backend.driver.trial import Role, Trial
+from kvcover.sim.cache.geometry import Geometry
+from kvcover.sim.cache.layers import Group
 
 LOOPBACK = Path(__file__).parents[1] / "moriio" / "loopback"
 MORIIO_FOLDER = "vllm/distributed/kv_transfer/kv_connector/v1/moriio"
@@ -30,7 +32,7 @@ _MOST_TOKENS = 1 << 17
 class EngineConfig:
     """One DP rank of one engine, for both sides of its connector. `vllm` and `kv_cache` are vLLM's own objects."""
 
-    side: Side
+    role: Role
     dp_rank: int
     vllm: Any
     kv_cache: Any
@@ -47,9 +49,9 @@ def user_cache() -> Path:
 
 
 def prepare(tree: Path | None, read_abort_s: float) -> None:
-    """Import vLLM from `tree` in this process, with the stand-in `mori.io` and without a GPU. Call once, before a fork.
+    """Import vLLM from `tree` in this process, with the stand-in `mori.io`. Call once, before a fork.
 
-    `tree` None means the vLLM that is installed.
+    It runs on this machine's memory, and doesn't see what GPUs there are. `tree` None means the vLLM that is installed.
 
     Raises FileNotFoundError if `tree` holds no vLLM with a MoRI-IO connector.
     """
@@ -65,6 +67,10 @@ def prepare(tree: Path | None, read_abort_s: float) -> None:
         GLOO_SOCKET_IFNAME="lo",
         HF_HUB_OFFLINE="1",
         VLLM_NO_USAGE_STATS="1",
+        VLLM_PLUGINS="kvcover",  # loopback/kvcover_platform.py
+        VLLM_TARGET_DEVICE="empty",  # newer releases take `cpu` for an answer, and ask no plugin
+        CUDA_VISIBLE_DEVICES="",
+        HIP_VISIBLE_DEVICES="",
         VLLM_SSM_CONV_STATE_LAYOUT="DS",  # the only one that the connector takes
         VLLM_MORIIO_TRANSFER_TIMEOUT_S=str(math.ceil(read_abort_s)),
     )
@@ -101,6 +107,11 @@ def tree_version(tree: Path) -> str | None:
     """Return the version that a source tree says it is; None for a working copy that doesn't."""
     for folder in sorted(tree.glob("vllm-*.dist-info")):
         return folder.name.removeprefix("vllm-").removesuffix(".dist-info").split("+")[0]
+    return version_file(tree)
+
+
+def version_file(tree: Path) -> str | None:
+    """Return the version in a tree's `vllm/_version.py`, which its build wrote; None if there is none."""
     version = tree / "vllm/_version.py"
     found = (
         re.search(r"""^(?:__version__ = )?version = ['"]([^'"]+)['"]""", version.read_text(), re.M) if version.exists() else None
@@ -114,15 +125,21 @@ def connector_class() -> Any:
     return importlib.import_module(f"{MORIIO}.moriio_connector").MoRIIOConnector
 
 
+def connector_role(name: str) -> Any:
+    """Return vLLM's connector role of that name, WORKER or SCHEDULER."""
+    base = importlib.import_module("vllm.distributed.kv_transfer.kv_connector.v1.base")
+    return base.KVConnectorRole[name]
+
+
 def has_head_axis() -> bool:
     """Tell whether the release's latent caches are [blocks, 1, tokens, latent]: those whose specs count states do."""
     return hasattr(importlib.import_module("vllm.v1.kv_cache_interface").AttentionSpec, "num_states")
 
 
-def torch_dtype(cache: CacheForm) -> Any:
+def torch_dtype(kv_dtype: str) -> Any:
     """Return the type of a cache's values; vLLM keeps fp8 in bytes."""
-    names = {"fp8": "uint8", "bf16": "bfloat16", "fp16": "float16", "fp32": "float32", None: "float32"}
-    return getattr(importlib.import_module("torch"), names[cache.kv_dtype])
+    names = {"fp8": "uint8", "bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+    return getattr(importlib.import_module("torch"), names[kv_dtype])
 
 
 class _AttentionBackend:
@@ -153,24 +170,24 @@ class ConfigFactory:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._models: dict[tuple[ModelShape, int], Any] = {}
+        self._models: dict[tuple[Geometry, int], Any] = {}
 
-    def engine(self, case: ConnectorCase, side: Side, dp_rank: int, ports: Ports) -> EngineConfig:
+    def engine(self, trial: Trial, role: Role, dp_rank: int, ports: Ports) -> EngineConfig:
         """Return the configuration of one DP rank of one engine."""
         config = importlib.import_module("vllm.config")
-        size = case.engine(side)
+        endpoint, geometry = trial.endpoint(role), trial.setup.geometry
         transfer = config.KVTransferConfig(
             kv_connector="MoRIIOConnector",
-            kv_role="kv_producer" if side == "prefill" else "kv_consumer",
-            kv_connector_extra_config=_connector_settings(case, ports),
+            kv_role="kv_producer" if role == "prefill" else "kv_consumer",
+            kv_connector_extra_config=_connector_settings(trial, ports),
         )
 
         def build(dp: int, rank: int) -> Any:
             return config.VllmConfig(
-                model_config=self._model(case.model, math.lcm(16, case.model.heads, size.tp)),
-                cache_config=config.CacheConfig(block_size=size.cache.block_size),
+                model_config=self._model(geometry, math.lcm(16, geometry.kv_heads, endpoint.tp)),
+                cache_config=config.CacheConfig(block_size=endpoint.shape.block_size),
                 parallel_config=config.ParallelConfig(
-                    tensor_parallel_size=size.tp,
+                    tensor_parallel_size=endpoint.tp,
                     data_parallel_size=dp,
                     data_parallel_rank=rank,
                     data_parallel_size_local=dp,
@@ -183,17 +200,18 @@ class ConfigFactory:
                 kv_transfer_config=transfer,
             )
 
-        vllm = build(size.dp, dp_rank)
-        kv_cache = _kv_cache_config(case, side, vllm)
-        return EngineConfig(side, dp_rank, vllm, kv_cache, vllm if size.dp == 1 else build(1, 0))
+        vllm = build(endpoint.dp, dp_rank)
+        kv_cache = _kv_cache_config(trial, role, vllm)
+        return EngineConfig(role, dp_rank, vllm, kv_cache, vllm if endpoint.dp == 1 else build(1, 0))
 
-    def _model(self, shape: ModelShape, query_heads: int) -> Any:
-        if (shape, query_heads) not in self._models:
-            folder = self._folder / f"{shape},{query_heads}".replace(",", "_")
+    def _model(self, geometry: Geometry, query_heads: int) -> Any:
+        if (geometry, query_heads) not in self._models:
+            text = json.dumps(_hf_config(geometry, query_heads))
+            folder = self._folder / hashlib.sha256(text.encode()).hexdigest()[:16]
             folder.mkdir(parents=True, exist_ok=True)
-            (folder / "config.json").write_text(json.dumps(_hf_config(shape, query_heads)))
+            (folder / "config.json").write_text(text)
             model_config = importlib.import_module("vllm.config").ModelConfig
-            self._models[shape, query_heads] = model_config(
+            self._models[geometry, query_heads] = model_config(
                 model=str(folder),
                 tokenizer=str(folder),
                 skip_tokenizer_init=True,
@@ -201,15 +219,15 @@ class ConfigFactory:
                 enforce_eager=True,
                 max_model_len=_MOST_TOKENS,
             )
-        return self._models[shape, query_heads]
+        return self._models[geometry, query_heads]
 
 
-def layer_names(model: ModelShape) -> list[str]:
+def layer_names(model: Geometry) -> list[str]:
     """Return the names under which a rank registers its caches."""
     return [f"model.layers.{index}.self_attn.attn" for index in range(model.layers)]
 
 
-def _connector_settings(case: ConnectorCase, ports: Ports) -> dict[str, Any]:
+def _connector_settings(trial: Trial, ports: Ports) -> dict[str, Any]:
     return {
         "host_ip": HOST,
         "proxy_ip": "",  # no heartbeat
@@ -217,31 +235,38 @@ def _connector_settings(case: ConnectorCase, ports: Ports) -> dict[str, Any]:
         "http_port": ports.http,
         "handshake_port": ports.handshake,
         "notify_port": ports.notify,
-        "read_mode": case.mode == "read",
-        "transfer_timeout": case.transfer_timeout_s,
-        "defer_timeout": case.defer_timeout_s,
-        "recv_abort_timeout": case.timers.read_abort_s,
+        "read_mode": trial.setup.scenario.mode == "read",
+        "transfer_timeout": trial.limits.transfer_s,
+        "defer_timeout": trial.limits.defer_s,
+        "recv_abort_timeout": trial.limits.read_abort_s,
     }
 
 
-def _kv_cache_config(case: ConnectorCase, side: Side, vllm: Any) -> Any:
-    """Sort the layers into cache groups, with vLLM's hybrid KV cache manager on unless the case says off."""
+def _kv_cache_config(trial: Trial, role: Role, vllm: Any) -> Any:
+    """Sort the layers into cache groups, with vLLM's hybrid KV cache manager on unless the scenario or the release says off."""
     interface = importlib.import_module("vllm.v1.kv_cache_interface")
-    size = case.engine(side)
-    if not case.model.alike:
+    endpoint = trial.endpoint(role)
+    if not trial.alike:
+        hybrid = _hybrid(trial, role)
         # On a platform without kernels vLLM turns the manager off; what decides it on ROCm is the connector alone.
-        if size.hybrid_kv and not _supports_hybrid() and not any(case.model.state_tables):
+        if hybrid and not _supports_hybrid() and not trial.setup.geometry.has_states:
             raise ValueError("this vLLM turns its hybrid KV cache manager off for this connector")
-        vllm.scheduler_config.disable_hybrid_kv_cache_manager = not size.hybrid_kv
-    names, table_of = layer_names(case.model), case.table_of(side)
+        vllm.scheduler_config.disable_hybrid_kv_cache_manager = not hybrid
+    specs = _layer_specs(trial, role)
     groups = []
-    for table in range(len(case.tables(side))):
-        specs = {name: _layer_spec(case, side, layer) for layer, name in enumerate(names) if table_of[layer] == table}
-        first = next(iter(specs.values()))
-        same = all(spec == first for spec in specs.values())
-        spec = first if same else interface.UniformTypeKVCacheSpecs.from_specs(specs)
-        groups.append(interface.KVCacheGroupSpec(list(specs), spec))
-    return interface.KVCacheConfig(num_blocks=size.num_blocks, kv_cache_tensors=[], kv_cache_groups=groups)
+    for table in range(len(endpoint.tables)):
+        mine = {name: spec for (name, spec), (group, _) in zip(specs.items(), endpoint.places, strict=True)
+                if endpoint.groups[group].table == table}  # fmt: skip
+        first = next(iter(mine.values()))
+        same = all(spec == first for spec in mine.values())
+        groups.append(interface.KVCacheGroupSpec(list(mine), first if same else interface.UniformTypeKVCacheSpecs.from_specs(mine)))
+    return interface.KVCacheConfig(num_blocks=endpoint.shape.num_blocks, kv_cache_tensors=[], kv_cache_groups=groups)
+
+
+def _hybrid(trial: Trial, role: Role) -> bool:
+    """Whether vLLM's hybrid KV cache manager is on."""
+    endpoint = trial.endpoint(role)
+    return endpoint.side.hybrid_kv and (trial.setup.geometry.has_states or endpoint.release.hybrid_manager == "on")
 
 
 def _supports_hybrid() -> bool:
@@ -249,76 +274,82 @@ def _supports_hybrid() -> bool:
     return hasattr(base, "SupportsHMA") and issubclass(connector_class(), base.SupportsHMA)
 
 
-def _layer_spec(case: ConnectorCase, side: Side, layer: int) -> Any:
-    """Return vLLM's description of a layer's cache; without the hybrid manager a window is full attention."""
+def _layer_specs(trial: Trial, role: Role) -> dict[str, Any]:
+    """Return vLLM's description of each layer's cache."""
+    endpoint = trial.endpoint(role)
+    specs = [_layer_spec(trial, role, group) for group in endpoint.groups]
+    return {name: specs[group] for name, (group, _) in zip(layer_names(trial.setup.geometry), endpoint.places, strict=True)}
+
+
+def _layer_spec(trial: Trial, role: Role, group: Group) -> Any:
+    """Return vLLM's description of the cache of a layer; without the hybrid manager a window is full attention."""
     interface = importlib.import_module("vllm.v1.kv_cache_interface")
-    kind = case.model.at(layer)
-    if kind.state:
-        return _state_spec(kind, case.engine(side).tp)
+    if group.geometry.state:
+        return _state_spec(group)
     fields = {
-        "block_size": case.engine(side).cache.block_size,
-        "num_kv_heads": len(kind.owned_heads(0, case.engine(side).tp)),
-        "head_size": kind.width,
-        "dtype": torch_dtype(case.engine(side).cache),
+        "block_size": group.shape.block_size,
+        "num_kv_heads": group.shape.heads,
+        "head_size": group.geometry.head_dim,
+        "dtype": torch_dtype(trial.kv_dtype(role)),
     }
-    if kind.mla:
+    if group.geometry.mla:
         return interface.MLAAttentionSpec(**fields)
-    if kind.window and case.engine(side).hybrid_kv:
-        return interface.SlidingWindowSpec(**fields, sliding_window=kind.window)
+    if window := trial.endpoint(role).tables[group.table].window:
+        return interface.SlidingWindowSpec(**fields, sliding_window=window)
     return interface.FullAttentionSpec(**fields)
 
 
-def _state_spec(kind: ModelShape, tp: int) -> Any:
+def _state_spec(group: Group) -> Any:
     """Return a state as Mamba 1 has it: convolution and the rest with a row a head, in one page."""
     interface = importlib.import_module("vllm.v1.kv_cache_interface")
     float32 = importlib.import_module("torch").float32
     backends = importlib.import_module("vllm.v1.attention.backends.registry").MambaAttentionBackendEnum
-    part = (len(kind.owned_heads(0, tp)), kind.width)
+    part = (group.shape.heads, group.geometry.head_dim)
     fields: dict[str, Any] = {"block_size": _MOST_TOKENS, "shapes": (part, part), "dtypes": (float32, float32)}
     return interface.MambaSpec(**fields, mamba_type=backends.MAMBA1)
 
 
-def refuse_states(case: ConnectorCase, config: EngineConfig) -> None:
+def refuse_states(trial: Trial, config: EngineConfig) -> None:
     """Let vLLM refuse recurrent states where its hybrid KV cache manager is off, as it does before a connector is made."""
-    if not any(case.model.state_tables) or (_supports_hybrid() and case.engine(config.side).hybrid_kv):
+    if not trial.setup.geometry.has_states or (_supports_hybrid() and _hybrid(trial, config.role)):
         return
-    names = layer_names(case.model)
-    specs = {name: _layer_spec(case, config.side, layer) for layer, name in enumerate(names)}
     unify = "unify_hybrid_kv_cache_specs"
     module = importlib.import_module("vllm.v1.core.kv_cache_utils")
     if not hasattr(module, unify):  # 0.33+
         module = importlib.import_module("vllm.v1.core.kv_cache_planning")
-    getattr(module, unify)(specs)
+    getattr(module, unify)(_layer_specs(trial, config.role))
 
 
-def _hf_config(shape: ModelShape, query_heads: int) -> dict[str, Any]:
+def _hf_config(geometry: Geometry, query_heads: int) -> dict[str, Any]:
     """Return a config.json: llama-like, or deepseek-like for a latent cache. Only its KV geometry is ever used."""
     common = {
         "hidden_size": math.lcm(128, query_heads),
         "intermediate_size": 128,
-        "num_hidden_layers": shape.layers,
+        "num_hidden_layers": geometry.layers,
         "vocab_size": 512,
         "max_position_embeddings": _MOST_TOKENS,
         "rms_norm_eps": 1e-6,
         "hidden_act": "silu",
         "torch_dtype": "float32",
     }
-    if not shape.mla:
+    if not geometry.mla:
         return common | {
             "architectures": ["LlamaForCausalLM"],
             "model_type": "llama",
             "num_attention_heads": query_heads,
-            "num_key_value_heads": shape.kv_heads,
-            "head_dim": shape.head_dim,
+            "num_key_value_heads": geometry.kv_heads,
+            "head_dim": geometry.head_dim,
         }
+    width = geometry.head_dim
+    rope = 64 if width > 320 else max(1, width // 5)
     return common | {
         "architectures": ["DeepseekV2ForCausalLM"],
         "model_type": "deepseek_v2",
         "num_attention_heads": query_heads,
         "num_key_value_heads": query_heads,
-        "kv_lora_rank": shape.latent,
+        "kv_lora_rank": width - rope,
         "q_lora_rank": None,
-        "qk_rope_head_dim": shape.rope,
+        "qk_rope_head_dim": rope,
         "qk_nope_head_dim": 32,
         "v_head_dim": 32,
         "moe_intermediate_size": 64,

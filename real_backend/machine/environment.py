@@ -7,13 +7,15 @@ import platform
 from pathlib import Path
 from typing import Any
 
+from kvcover import __version__
+
 _AMD = "0x1002"
 
 
 def environment() -> dict[str, Any]:
     """Versions and devices of this machine; None where there is none. No names, addresses or paths of it."""
     return {
-        "kvcover": _version("kvcover"),
+        "kvcover": __version__,
         "python": platform.python_version(),
         "kernel": platform.release(),
         "machine": platform.machine(),

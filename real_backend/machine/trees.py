@@ -22,9 +22,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvcover.real_backend.inside.vllm_setup import MORIIO_FOLDER, tree_version, user_cache
+from kvcover.real_backend.inside.vllm_setup import MORIIO_FOLDER, tree_version, user_cache, version_file
 from kvcover.sim.errors import InputError, TierError
-from kvcover.sim.releases.records import ALIASES
+from kvcover.sim.releases.records import ALIASES, RELEASES
 
 _BUILD_NEEDS = ("torch", "setuptools", "setuptools_scm", "setuptools_rust", "wheel", "jinja2", "packaging")
 _RUN_NEEDS = ("torch", "zmq", "msgpack", "transformers", "pydantic", "numpy")
@@ -35,7 +35,7 @@ _EXTRA = "pip install 'kvcover[connector]'"
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """One vLLM. `path` None means the installed one; `version` None means that it can't be told without importing it."""
+    """One vLLM. `path` None means the installed one; `version`, without what stands after a `+`, is None if nothing says it."""
 
     path: Path | None
     version: str | None
@@ -47,6 +47,17 @@ class Tree:
         return (
             "installed" if self.path is None else self.version or str(self.path) if self.kind != "working copy" else str(self.path)
         )
+
+    @property
+    def release(self) -> str | None:
+        """The release that it is, or is a development version of (`0.27.1.dev3`, as ROCm images have); None if of no known one."""
+        found = re.match(r"\d+\.\d+\.\d+", self.version or "")
+        name = found[0] if found else ""
+        return name if name in RELEASES or name in ALIASES else None
+
+    def is_of(self, release: str) -> bool:
+        """Whether it is the release of that name, or of its other name."""
+        return self.release is not None and ALIASES.get(self.release, self.release) == ALIASES.get(release, release)
 
 
 def cache() -> Path:
@@ -87,11 +98,11 @@ def find(text: str) -> Tree:
     path = Path(text).expanduser()
     if os.sep in text or path.is_dir():
         check_tree(path)
-        return Tree(path.resolve(), tree_version(path), "working copy")
+        return _unambiguous(Tree(path.resolve(), tree_version(path), "working copy"))
     for name in (text, ALIASES.get(text, text), *(alias for alias, same in ALIASES.items() if same == text)):
         for tree in trees():
             if tree.version == name and tree.kind != "working copy":
-                return tree
+                return _unambiguous(tree)
     if not re.fullmatch(r"\d+\.\d+\.\d+\w*", text):
         raise TierError("--vllm", f"{text!r} is no release and no folder", "give a release such as 0.27.0, a path, or installed")
     raise TierError("--vllm", f"no vLLM {text} here", f"get it with `kvcover vllm add {text}`")
@@ -105,6 +116,24 @@ def check_tree(path: Path) -> None:
         raise TierError("--vllm", f"{str(path)!r} holds no vllm/", "give the top folder of a vLLM working copy")
     if not (path / MORIIO_FOLDER / "moriio_connector.py").is_file():
         raise TierError("--vllm", f"the vLLM in {str(path)!r} has no MoRI-IO connector", "use 0.24.0 or newer")
+
+
+def _unambiguous(tree: Tree) -> Tree:
+    """Raise TierError if a tree's folder of metadata and its own `vllm/_version.py` name two versions."""
+    if tree.path is not None and tree.version and (inside := version_file(tree.path)) not in (None, tree.version):
+        text = f"{str(tree.path)!r} is vLLM {tree.version} by its dist-info, and {inside} by its vllm/_version.py"
+        raise TierError("--vllm", text, f"get the release anew with `kvcover vllm add {tree.version}`, or correct the tree")
+    return tree
+
+
+def refuse_other_release(tree: Tree, release: str, place: str) -> None:
+    """Raise TierError unless a vLLM is the release that was asked for, or a development version with its number."""
+    if tree.is_of(release):
+        return
+    where = "installed" if tree.path is None else f"in {str(tree.path)!r}"
+    name_it = f", name {tree.release}" if tree.release else ""
+    hint = f"run it where {release} is{name_it}, or give a vLLM by its folder (--vllm, --before, --after) and name no release"
+    raise TierError(place, f"asked for vLLM {release}, but {tree.version or 'one of no known version'} is {where}", hint)
 
 
 def check_machine() -> None:
@@ -172,7 +201,7 @@ def _verify(partial: Path, release: str, place: str) -> None:
 
 def _pip(release: str, target: Path, place: str, say: Callable[[str], None]) -> None:
     """Let pip build and install; what is worth telling goes to `say`, all of it into a log."""
-    command = [sys.executable, "-m", "pip", "install", "--no-deps", "--no-build-isolation", "--no-binary", "vllm",
+    command = [sys.executable, "-P", "-m", "pip", "install", "--no-deps", "--no-build-isolation", "--no-binary", "vllm",
                "--disable-pip-version-check", "--no-input", "--progress-bar", "off", "--target", str(target),
                f"vllm=={release}"]  # fmt: skip
     environment = os.environ | {"VLLM_VERSION_OVERRIDE": release, "VLLM_TARGET_DEVICE": "empty"}

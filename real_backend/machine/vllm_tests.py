@@ -39,7 +39,7 @@ class FileCount:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class Tally:
     """What came of one release's tests. `reasons` counts skipped tests by why, `failures` has a line each."""
 
     release: str
@@ -83,7 +83,7 @@ def find_tests(release: str, tree: Path) -> Path:
 def _fetch(release: str, folder: Path) -> None:
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{release}-") as work:
-        command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--no-build-isolation", "--no-binary", ":all:"]
+        command = [sys.executable, "-P", "-m", "pip", "download", "-q", "--no-deps", "--no-build-isolation", "--no-binary", ":all:"]
         command += ["--dest", work, f"vllm=={release}"]
         environment = {**os.environ, "VLLM_TARGET_DEVICE": "empty", "VLLM_VERSION_OVERRIDE": release}
         try:
@@ -116,7 +116,7 @@ def moriio_files(folder: Path) -> list[Path]:
     return sorted(path.relative_to(folder) for path in found if "moriio" in path.read_text(encoding="utf-8").lower())
 
 
-def run_tests(release: str, tree: Path) -> Report:
+def run_tests(release: str, tree: Path) -> Tally:
     """Run the tests in a process of their own: `tree` is vLLM, `mori.io` the loopback, conftest files are left out.
 
     Raises TierError if `tree` is no vLLM with this connector, or if something needed is missing.
@@ -151,7 +151,7 @@ def _environment(tree: Path) -> dict[str, str]:
     }
 
 
-def _read(release: str, report: Path, files: list[Path]) -> Report:
+def _read(release: str, report: Path, files: list[Path]) -> Tally:
     """Read pytest's XML. A file that can't be imported counts as one failure, a file skipped whole as one skip."""
     suite = ElementTree.parse(report).getroot().find("testsuite")
     counts = {path.stem: Counter[str]() for path in files}
@@ -170,7 +170,7 @@ def _read(release: str, report: Path, files: list[Path]) -> Report:
         counts.setdefault(file, Counter())["failed" if failed is not None else "skipped" if skipped is not None else "passed"] += 1
     found = (FileCount(file, count["passed"], count["failed"], count["skipped"]) for file, count in counts.items())
     seconds = float(suite.get("time", "0")) if suite is not None else 0.0
-    return Report(release, tuple(found), dict(reasons.most_common()), tuple(failures), seconds)
+    return Tally(release, tuple(found), dict(reasons.most_common()), tuple(failures), seconds)
 
 
 def _reason(skipped: ElementTree.Element) -> str:

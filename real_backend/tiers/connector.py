@@ -1,4 +1,4 @@
-"""The connector tier: scenarios on vLLM's own connector. Entry point of `kvcover.tiers`.
+"""The connector tier: scenarios on vLLM's own connector.
 
 Scenarios of one pair of trees share one import, and run at the same time as far as cores and memory allow.
 """
@@ -20,14 +20,15 @@ import msgspec
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from kvcover.real_backend.driver.case import CaseResult
 from kvcover.real_backend.driver.harness import Harness
+from kvcover.real_backend.driver.reports import TrialResult
+from kvcover.real_backend.driver.trial import Limits, Trial
 from kvcover.real_backend.machine.trees import Tree, check_machine, choose
 from kvcover.real_backend.tiers.drafts import DRAWN, PINS, fit
 from kvcover.real_backend.tiers.report import to_result
-from kvcover.real_backend.tiers.translate import Job, free_mb, to_job
+from kvcover.real_backend.tiers.translate import free_mb, memory_mb, to_trial
 from kvcover.sim.errors import InputError, TierError
-from kvcover.sim.releases.records import ALIASES, NEWEST, RELEASES
+from kvcover.sim.releases.records import NEWEST
 from kvcover.sim.results.result import Result
 from kvcover.sim.scenario.scenario import Scenario
 
@@ -37,12 +38,12 @@ _POLL_S = 0.2
 
 
 @dataclass(frozen=True, slots=True)
-class _Group:
+class _Shared:
     """Scenarios that share a harness: positions in the order that was asked for, and what they run on."""
 
     trees: tuple[Tree, Tree]
     read_abort_s: float
-    jobs: dict[int, Job]
+    trials: dict[int, Trial]
 
 
 class ConnectorTier:
@@ -103,30 +104,31 @@ class ConnectorTier:
 connector_tier = ConnectorTier()
 
 
-def _group(scenarios: Sequence[Scenario], vllms: Sequence[str | None]) -> list[_Group]:
-    groups: dict[tuple[Tree, Tree, float], _Group] = {}
+def _group(scenarios: Sequence[Scenario], vllms: Sequence[str | None]) -> list[_Shared]:
+    groups: dict[tuple[Tree, Tree, float], _Shared] = {}
     for index, (scenario, vllm) in enumerate(zip(scenarios, vllms, strict=True)):
         trees = choose(vllm, scenario.release, scenario.decode_release)
-        job = to_job(_as_trees(scenario, trees) if vllm else scenario)
-        if job.case.model.layers == 1 and not job.case.model.mla:
+        trial = to_trial(as_trees(scenario, trees) if vllm else scenario)
+        geometry = trial.setup.geometry
+        if geometry.layers == 1 and not geometry.mla:
             raise TierError("model", "one layer of split K and V can't be run on the connector tier", "use two layers")
-        key = (*trees, job.case.timers.read_abort_s)
-        groups.setdefault(key, _Group(trees, key[2], {})).jobs[index] = job
+        key = (*trees, trial.limits.read_abort_s)
+        groups.setdefault(key, _Shared(trees, key[2], {})).trials[index] = trial
     return list(groups.values())
 
 
-def _as_trees(scenario: Scenario, trees: tuple[Tree, Tree]) -> Scenario:
+def as_trees(scenario: Scenario, trees: tuple[Tree, Tree]) -> Scenario:
     """The scenario with the releases that `--vllm` says, as far as the trees know their own and the model knows them."""
-    known = [tree.version if tree.version in RELEASES or tree.version in ALIASES else None for tree in trees]
-    for version, asked in zip(known, (scenario.release, scenario.decode_release), strict=True):
-        if version and asked not in (None, NEWEST) and ALIASES.get(str(asked), asked) != ALIASES.get(version, version):
-            raise InputError("--vllm", f"{version} is not the {asked} that the scenario asks for", "leave out one of the two")
+    known = [tree.release for tree in trees]
+    for tree, asked in zip(trees, (scenario.release, scenario.decode_release), strict=True):
+        if tree.version and asked not in (None, NEWEST) and not tree.is_of(str(asked)):
+            raise InputError("--vllm", f"{tree.version} is not the {asked} that the scenario asks for", "leave out one of the two")
     prefill = known[0] or scenario.release
     decode = known[1] or scenario.decode_release or scenario.release
     return msgspec.structs.replace(scenario, release=prefill, decode_release=None if decode == prefill else decode)
 
 
-def _start(group: _Group, work: Path) -> Harness:
+def _start(group: _Shared, work: Path) -> Harness:
     folder = Path(tempfile.mkdtemp(dir=work))
     return Harness(
         group.trees[0].path, folder, group.read_abort_s, group.trees[1].path if group.trees[1] != group.trees[0] else None
@@ -134,27 +136,27 @@ def _start(group: _Group, work: Path) -> Harness:
 
 
 def _run_group(
-    group: _Group, harness: Harness, vllms: list[str | None], progress: _Bar, go_on: bool
+    group: _Shared, harness: Harness, vllms: list[str | None], progress: _Bar, go_on: bool
 ) -> dict[int, Result | TierError]:
     progress.say(f"importing vLLM {group.trees[0].name}")
     infos = (harness.info("prefill"), harness.info("decode"))
     budget = _Budget()
-    alone = len(group.jobs) == 1
-    largest = max(job.case.ranks for job in group.jobs.values())
+    alone = len(group.trials) == 1
+    largest = max(trial.ranks for trial in group.trials.values())
     load = 0 if alone else max(largest, budget.ranks)
     results: dict[int, Result | TierError] = {}
     progress.say(f"vLLM {group.trees[0].name}")
     pool = ThreadPoolExecutor(1 if alone else _WORKERS)
     try:
-        running: dict[Future[CaseResult], int] = {
-            pool.submit(_run_one, harness, job, budget, load): index for index, job in group.jobs.items()
+        running: dict[Future[TrialResult], int] = {
+            pool.submit(_run_one, harness, trial, budget, load): index for index, trial in group.trials.items()
         }
         while running:
             done, _ = wait(running, timeout=_POLL_S, return_when=FIRST_COMPLETED)
             for future in done:
                 index = running.pop(future)
                 try:
-                    results[index] = to_result(group.jobs[index], future.result(), group.trees, infos, vllms[index])
+                    results[index] = to_result(group.trials[index], future.result(), group.trees, infos, vllms[index])
                 except TierError as error:
                     if not go_on:
                         raise
@@ -169,13 +171,13 @@ def _run_group(
     return results
 
 
-def _run_one(harness: Harness, job: Job, budget: _Budget, load: int) -> CaseResult:
-    case = replace(job.case, timers=replace(job.case.timers, load=load))
-    with budget.share(job):
+def _run_one(harness: Harness, trial: Trial, budget: _Budget, load: int) -> TrialResult:
+    trial = replace(trial, limits=Limits.of(trial.setup, load))
+    with budget.share(trial):
         try:
-            result = harness.run(case)
-            if result.stalled and not case.plan.faults:  # a busy machine can look like a standstill, but hardly twice
-                result = harness.run(case)
+            result = harness.run(trial)
+            if result.stalled and not trial.setup.faults:  # a busy machine can look like a standstill, but hardly twice
+                result = harness.run(trial)
         except ValueError as error:
             raise TierError("scenario", str(error), "use --tier model") from None
         except OSError as error:
@@ -184,7 +186,7 @@ def _run_one(harness: Harness, job: Job, budget: _Budget, load: int) -> CaseResu
 
 
 class _Budget:
-    """What may run at a time: ranks by cores, and memory. A job larger than all of it runs alone."""
+    """What may run at a time: ranks by cores, and memory. A trial larger than all of it runs alone."""
 
     def __init__(self) -> None:
         self.ranks = _RANKS_A_CORE * len(os.sched_getaffinity(0)) if sys.platform == "linux" else _RANKS_A_CORE
@@ -199,21 +201,21 @@ class _Budget:
             self._changed.notify_all()
 
     @contextmanager
-    def share(self, job: Job) -> Iterator[None]:
+    def share(self, trial: Trial) -> Iterator[None]:
         """Wait for room, and take it."""
-        ranks, memory_mb = job.case.ranks, job.memory_mb
+        ranks, needed_mb = trial.ranks, memory_mb(trial)
         with self._changed:
-            self._changed.wait_for(lambda: self._stopped or self._fits(ranks, memory_mb))
+            self._changed.wait_for(lambda: self._stopped or self._fits(ranks, needed_mb))
             if self._stopped:
                 raise TierError("--tier connector", "the run was ended", "")
             self._used_ranks += ranks
-            self._used_mb += memory_mb
+            self._used_mb += needed_mb
         try:
             yield
         finally:
             with self._changed:
                 self._used_ranks -= ranks
-                self._used_mb -= memory_mb
+                self._used_mb -= needed_mb
                 self._changed.notify_all()
 
     def _fits(self, ranks: int, memory_mb: int) -> bool:

@@ -1,4 +1,4 @@
-"""The hardware tier: real `mori.io`, NIC or xGMI, and GPU memory. Entry point of `kvcover.tiers`.
+"""The hardware tier: real `mori.io`, NIC or xGMI, and GPU memory.
 
 Every rank of both engines is a process that torchrun started. On one machine `kvcover run --tier hardware` starts torchrun;
 over several nodes it is started on each: see `python -m kvcover.real_backend.tiers.torchrun --help`.
@@ -17,8 +17,9 @@ from typing import Any, Literal
 import msgspec
 
 from kvcover.real_backend.machine.doctor import Place, examine, lacking
-from kvcover.real_backend.machine.trees import choose
-from kvcover.real_backend.tiers.translate import refuse_unlike_layers, to_job
+from kvcover.real_backend.machine.trees import choose, refuse_other_release
+from kvcover.real_backend.tiers.connector import as_trees
+from kvcover.real_backend.tiers.translate import refuse_unlike_layers, to_trial
 from kvcover.sim.errors import TierError
 from kvcover.sim.results.result import Result
 from kvcover.sim.scenario.scenario import Scenario
@@ -37,11 +38,38 @@ def transport() -> Literal["rdma", "xgmi"]:
     return "rdma"
 
 
-def hardware_tier(scenario: Scenario, vllm: str | None = None) -> Result:
-    """Run one scenario on this machine's GPUs. Raises TierError naming what is missing; never uses the loopback instead."""
-    chosen = transport()
-    check_hardware(chosen)
-    return launch(scenario, vllm or "installed", ("--transport", chosen))
+class HardwareTier:
+    """Runs one scenario on this machine's GPUs when called."""
+
+    def __call__(self, scenario: Scenario, vllm: str | None = None) -> Result:
+        """Raises TierError naming what is missing; never uses the loopback, or another vLLM, instead."""
+        as_run = self.check(scenario, vllm)
+        return launch(as_run, vllm or "installed", ("--transport", transport()))
+
+    def check(self, scenario: Scenario, vllm: str | None = None) -> Scenario:
+        """Return the scenario as it would run. Raises TierError if it can't be run here."""
+        check_hardware(transport())
+        return as_installed(scenario, vllm)
+
+
+hardware_tier = HardwareTier()
+
+
+def as_installed(scenario: Scenario, vllm: str | None) -> Scenario:
+    """The scenario with the release of the vLLM that `--vllm` gives; without it the installed one must be what it names.
+
+    Raises TierError if the vLLM that would run is another release, or if the engines would need two.
+    """
+    trees = choose(vllm or "installed", scenario.release, scenario.decode_release)
+    if trees[0] != trees[1]:
+        raise TierError(
+            "--tier hardware", "both engines run one vLLM here", "start each node with its own --vllm, or use one release"
+        )
+    if vllm is not None:
+        return as_trees(scenario, trees)
+    for release in (scenario.release, scenario.decode_release or scenario.release):
+        refuse_other_release(trees[0], release, "--tier hardware")
+    return scenario
 
 
 def check_hardware(chosen: Literal["rdma", "xgmi"]) -> None:
@@ -54,17 +82,20 @@ def check_hardware(chosen: Literal["rdma", "xgmi"]) -> None:
 
 def launch(scenario: Scenario, vllm: str, options: tuple[str, ...], limit_s: float = _LIMIT_S) -> Result:
     """Start torchrun on this machine with one process a rank, and read the result that its first rank writes."""
-    job = to_job(scenario)
-    refuse_unlike_layers(job)
-    ranks = job.case.ranks
+    trial = to_trial(scenario)
+    refuse_unlike_layers(trial)
+    ranks = trial.ranks
     with tempfile.TemporaryDirectory(prefix="kvcover-") as work:
         given, written, log = Path(work) / "scenario.json", Path(work) / "result.json", Path(work) / "log"
         given.write_bytes(msgspec.json.encode(scenario))
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
         command += ["-m", "kvcover.real_backend.tiers.torchrun", str(given), "-o", str(written), "--vllm", vllm, *options]
+        environment = os.environ | {"PYTHONSAFEPATH": "1"}  # no module comes from the current folder, as `-m` would have it
         with log.open("wb") as out:
             try:
-                subprocess.run(command, stdout=out, stderr=out, stdin=subprocess.DEVNULL, timeout=limit_s, check=False)
+                subprocess.run(
+                    command, env=environment, stdout=out, stderr=out, stdin=subprocess.DEVNULL, timeout=limit_s, check=False
+                )
             except subprocess.TimeoutExpired:
                 raise TierError("--tier hardware", f"no result after {limit_s:g} s: {_end_of(log)}", "run it again") from None
         if not written.exists():
@@ -89,13 +120,3 @@ def _end_of(log: Path) -> str:
         or [line for line in lines if line]
     )
     return " | ".join(telling[-_LAST_LINES:])[:400]
-
-
-def check_tree(scenario: Scenario, vllm: str) -> Path | None:
-    """Return the one vLLM that both engines run. Raises TierError if they would need two."""
-    trees = choose(vllm, scenario.release, scenario.decode_release)
-    if trees[0] != trees[1]:
-        raise TierError(
-            "--tier hardware", "both engines run one vLLM here", "start each node with its own --vllm, or use one release"
-        )
-    return trees[0].path

@@ -8,11 +8,11 @@ from typing import Any
 
 import msgspec
 
-from kvcover.real_backend.driver.case import CaseResult, ConnectorCase, Coverage, RankReport
 from kvcover.real_backend.driver.race import race_of
+from kvcover.real_backend.driver.reports import Coverage, RankReport, TrialResult
+from kvcover.real_backend.driver.trial import Trial
 from kvcover.real_backend.driver.verdict import KILLED
 from kvcover.real_backend.machine.trees import Tree
-from kvcover.real_backend.tiers.translate import Job
 from kvcover.sim.results.findings import span
 from kvcover.sim.results.result import Check, FaultFired, Finding, RankCoverage, Result, Sets
 from kvcover.sim.simulate import replay_line
@@ -21,14 +21,14 @@ _LOG_LINES = 40
 
 
 def to_result(
-    job: Job, seen: CaseResult, trees: tuple[Tree, Tree], infos: tuple[dict[str, Any], dict[str, Any]], vllm: str | None
+    trial: Trial, seen: TrialResult, trees: tuple[Tree, Tree], infos: tuple[dict[str, Any], dict[str, Any]], vllm: str | None
 ) -> Result:
     """Put a run into the form of a result."""
-    scenario, case = job.scenario, job.case
-    view = _View(job, seen)
+    setup, scenario = trial.setup, trial.setup.scenario
+    view = _View(trial, seen)
     faults = [
         FaultFired(fault=str(fault), fired=keys + events)
-        for fault, keys, events in zip(job.setup.faults, job.keys.fired, seen.fired or (0,) * len(job.keys.fired), strict=True)
+        for fault, keys, events in zip(setup.faults, trial.keys.fired, seen.fired or (0,) * len(trial.keys.fired), strict=True)
     ]
     unfired = [fault.fault for fault in faults if not fault.fired]
     ranks = view.ranks()
@@ -36,14 +36,14 @@ def to_result(
     replay = replay_line(scenario) + " --tier connector" + (f" --vllm {vllm}" if vllm else "")
     return Result(
         tier="connector",
-        release=_release(trees[0], infos[0], job.setup.prefill.release.name),
-        decode_release=_release(trees[1], infos[1], job.setup.decode.release.name),
+        release=_release(trees[0], infos[0], setup.prefill.release.name),
+        decode_release=_release(trees[1], infos[1], setup.decode.release.name),
         mode=scenario.mode,
         model=scenario.model,
-        router=job.setup.router.name,
+        router=setup.router.name,
         seed=scenario.seed,
-        prefill={"tp": case.prefill.tp, "dp": case.prefill.dp},
-        decode={"tp": case.decode.tp, "dp": case.decode.dp},
+        prefill={"tp": setup.prefill.tp, "dp": setup.prefill.dp},
+        decode={"tp": setup.decode.tp, "dp": setup.decode.dp},
         outcome="vacuous" if unfired else seen.outcome,
         coverage=view.share(lambda request: request.coverage, lambda cells: cells.covered),
         coverage_end=view.share(lambda request: request.at_end, lambda cells: cells.covered),
@@ -61,7 +61,7 @@ def to_result(
         seconds=seen.seconds,
         replay=replay,
         scenario=msgspec.to_builtins(scenario),
-        backend=_backend(case, seen, infos),
+        backend=_backend(trial, seen, infos),
     )
 
 
@@ -71,9 +71,9 @@ def _release(tree: Tree, info: dict[str, Any], name: str) -> str:
     return version if tree.kind != "working copy" else f"{version} ({tree.path.name if tree.path else 'installed'})"
 
 
-def _backend(case: ConnectorCase, seen: CaseResult, infos: tuple[dict[str, Any], dict[str, Any]]) -> dict[str, Any]:
+def _backend(trial: Trial, seen: TrialResult, infos: tuple[dict[str, Any], dict[str, Any]]) -> dict[str, Any]:
     prefill, decode = ({key: value for key, value in info.items() if key != "head_axis"} for info in infos)
-    race = race_of(case, seen)
+    race = race_of(trial, seen)
     return {
         "mori": "loopback",
         "cells": "tagged 4-byte values",
@@ -81,16 +81,16 @@ def _backend(case: ConnectorCase, seen: CaseResult, infos: tuple[dict[str, Any],
         "prefill_vllm": prefill,
         "decode_vllm": decode,
         "timers_s": {
-            "transfer_timeout": round(case.transfer_timeout_s, 3),
-            "defer_timeout": round(case.defer_timeout_s, 3),
-            "recv_abort_timeout": round(case.timers.read_abort_s, 3),
+            "transfer_timeout": round(trial.limits.transfer_s, 3),
+            "defer_timeout": round(trial.limits.defer_s, 3),
+            "recv_abort_timeout": round(trial.limits.read_abort_s, 3),
         },
         "race": asdict(race) if race else None,
         "log_tail": _log(seen),
     }
 
 
-def _log(seen: CaseResult) -> list[str]:
+def _log(seen: TrialResult) -> list[str]:
     lines = [f"{each.rank} {each.call}: {each.kind}: {each.text}" for each in seen.raised]
     lines += [f"{rank.name}: {text}" for rank in seen.ranks for text in rank.warnings if "experimental" not in text]
     return lines[-_LOG_LINES:]
@@ -100,40 +100,38 @@ def _unfired(fault: str) -> Finding:
     return Finding(kind="vacuous", text=f"{fault} never fired", causes=["nothing that it aims at happened"])
 
 
-def _needed_blocks(case: ConnectorCase, index: int, table_of: tuple[int, ...]) -> int:
+def _needed_blocks(trial: Trial, index: int) -> int:
     """Return how many blocks of a request decode needs, over all layers, each counted with its planes and heads."""
-    tables = case.requests[index].tables("decode", case.tables("decode"))
-    prompt = -(-case.tokens(index) // case.decode.cache.block_size)
-    total = 0
-    for layer, table in enumerate(table_of):
-        kind = case.model.at(layer)
-        needed = sum(block > 0 for block in tables[table][:prompt])
-        total += needed * kind.planes * len(kind.owned_heads(0, case.decode.tp))
-    return total
+    decode, request = trial.setup.decode, trial.setup.requests[index]
+    tables = trial.tables[index]["decode"]
+
+    def needed(table: int) -> int:
+        return sum(block > 0 for block in tables[table][: request.blocks])
+
+    return sum(needed(group.table) * len(group.layers) * group.shape.planes * group.shape.heads for group in decode.groups)
 
 
 class _View:
     """A run, looked at in the ways that a result needs."""
 
-    def __init__(self, job: Job, seen: CaseResult) -> None:
-        self._case, self._seen = job.case, seen
+    def __init__(self, trial: Trial, seen: TrialResult) -> None:
+        self._setup, self._limits, self._seen = trial.setup, trial.limits, seen
         # A rank's cells grow with the blocks that it needs, in each layer.
-        table_of = job.case.table_of("decode")
-        self._weights = [_needed_blocks(job.case, index, table_of) for index in range(len(job.case.requests))]
-        self._placed = list(zip(job.case.requests, seen.requests, self._weights, strict=True))
+        self._weights = [_needed_blocks(trial, index) for index in range(len(trial.tables))]
+        self._placed = list(zip(trial.setup.requests, seen.requests, self._weights, strict=True))
 
     def share(self, cells: Callable[[Any], Iterable[Coverage]], part: Callable[[Coverage], float]) -> float:
         """A fraction over all decode ranks and requests, weighted by their cells."""
-        total = sum(weight * self._case.decode.tp for weight in self._weights)
+        total = sum(weight * self._setup.decode.tp for weight in self._weights)
         return sum(weight * part(rank) for _, request, weight in self._placed for rank in cells(request)) / total
 
     def ranks(self) -> list[RankCoverage]:
-        size, found = self._case.decode, []
+        size, found = self._setup.decode, []
         for dp in range(size.dp):
             mine = [(request, weight) for placed, request, weight in self._placed if placed.decode_dp == dp]
             total = sum(weight for _, weight in mine)
             for tp in range(size.tp):
-                name = size.rank_name("decode", dp, tp)
+                name = size.rank_name(dp, tp)
                 found.append(self._rank(dp, tp, name, mine, total))
         return found
 
@@ -155,18 +153,18 @@ class _View:
         )
 
     def sets(self, ranks: list[RankCoverage]) -> Sets:
-        size, requests = self._case.decode, self._seen.requests
+        size, requests = self._setup.decode, self._seen.requests
         held = {
-            size.rank_name("decode", placed.decode_dp, tp)
+            size.rank_name(placed.decode_dp, tp)
             for placed, request, _ in self._placed
             for tp, cells in enumerate(request.at_end)
             if cells.missing < 1
         }
         blind = any(rank.last_step == KILLED for rank in self._seen.ranks)  # it can't say any more whom it wrote to
         reached = held if blind else set(self.reached())
-        names = [size.rank_name("decode", rank.dp, rank.tp) for rank in ranks]
-        prefill = self._case.prefill
-        sources = [prefill.rank_name("prefill", dp, tp) for dp in range(prefill.dp) for tp in range(prefill.tp)]
+        names = [size.rank_name(rank.dp, rank.tp) for rank in ranks]
+        prefill = self._setup.prefill
+        sources = [prefill.rank_name(dp, tp) for dp in range(prefill.dp) for tp in range(prefill.tp)]
         told = {name for request in requests for name in request.prefill_told}
         released = {name for request in requests for name in request.prefill_released}
         return Sets(
@@ -185,27 +183,27 @@ class _View:
                 found.setdefault(rank.name, []).append(rank.name)
             for key in rank.wrote_to:
                 tp, dp = (int(part[2:]) for part in key.split(":")[-2:])  # role:host:port:tp<r>:dp<d>
-                found.setdefault(self._case.decode.rank_name("decode", dp, tp), []).append(rank.name)
+                found.setdefault(self._setup.decode.rank_name(dp, tp), []).append(rank.name)
         return found
 
     # -- findings ------------------------------------------------------------------------------------------------
 
     def findings(self, ranks: list[RankCoverage], sets: Sets) -> list[Finding]:
         found = [*self._raised(), *self._stalled(), *self._failed_batches()]
-        size, requests = self._case.decode, self._seen.requests
+        size, requests = self._setup.decode, self._seen.requests
         reached = self.reached()
         killed = {rank.name for rank in self._seen.ranks if rank.last_step == KILLED}
         unwritten = [name for name in sets.needed if name not in sets.written and name not in killed]
         if unwritten and any(request.outcome not in ("ok", "recomputed") for request in requests):
             causes = [f"{span(writers)} wrote to {name}" for name, writers in reached.items()] or ["nothing was written at all"]
             found.append(Finding(kind="not-written", text=f"{span(unwritten)} got nothing", causes=causes + self._dialled()))
-        short = [size.rank_name("decode", r.dp, r.tp) for r in ranks if r.told and r.coverage is not None and r.coverage < 1]
-        early = [size.rank_name("decode", r.dp, r.tp) for r in ranks if (r.coverage or 0.0) < (r.coverage_end or 0.0)]
-        if early and self._case.mode == "read":
+        short = [size.rank_name(r.dp, r.tp) for r in ranks if r.told and r.coverage is not None and r.coverage < 1]
+        early = [size.rank_name(r.dp, r.tp) for r in ranks if (r.coverage or 0.0) < (r.coverage_end or 0.0)]
+        if early and self._setup.scenario.mode == "read":
             found.append(
                 Finding(kind="used-before-landing", text=f"{span(early)} used layers before their reads landed", causes=[])
             )
-        if short and self._case.mode == "write":
+        if short and self._setup.scenario.mode == "write":
             found.append(Finding(kind="told-without-data", text=f"told done with cells missing or wrong: {span(short)}", causes=[]))
         if any(request.outcome == "hang" for request in requests):
             found.append(self._hang(sets))
@@ -214,19 +212,22 @@ class _View:
                 Finding(kind="leak", text="an engine still holds a request's blocks when all timers have expired", causes=[])
             )
         elif any(request.released_late for request in requests):
-            defer = self._case.defer_timeout_s
+            defer = self._limits.defer_s
             found.append(Finding(kind="held-until-timer", text="prefill held blocks, or a step, until a timer fired",
                                  causes=[f"defer_timeout is {defer:g} s in this run"]))  # fmt: skip
         return found
 
     def _raised(self) -> list[Finding]:
-        groups: dict[tuple[str, str, str], list[str]] = {}
+        groups: dict[tuple[str, str, str, str], list[str]] = {}
         for each in self._seen.raised:
-            groups.setdefault((each.call, each.kind, each.text), []).append(each.rank)
-        return [
-            Finding(kind="raised", text=f"{span(dict.fromkeys(who))}: {kind} in {call}: {' '.join(text.split())[:300]}", causes=[])
-            for (call, kind, text), who in groups.items()
-        ]
+            groups.setdefault((each.call, each.kind, each.text, each.broken), []).append(each.rank)
+        found = []
+        for (call, kind, text, broken), who in groups.items():
+            causes = ["no fault of the protocol"] if broken else []
+            causes += [f"caused by {broken}"] if broken not in ("", f"{kind}: {text}") else []
+            said = f"{span(dict.fromkeys(who))}: {kind} in {call}: {' '.join(text.split())[:300]}"
+            found.append(Finding(kind="broken" if broken else "raised", text=said, causes=causes))
+        return found
 
     def _stalled(self) -> list[Finding]:
         names = self._seen.stalled
@@ -251,7 +252,7 @@ class _View:
 
     def _hang(self, sets: Sets) -> Finding:
         untold = [name for name in sets.needed if name not in sets.told]
-        timers = f"transfer {self._case.transfer_timeout_s:g} s, defer {self._case.defer_timeout_s:g} s"
+        timers = f"transfer {self._limits.transfer_s:g} s, defer {self._limits.defer_s:g} s"
         who = f"{span(untold)} never told" if untold else "every rank told, but the request never ended"
         return Finding(kind="hang", text=f"{who}; all of the connector's timers ({timers}) have expired",
                        causes=self._last_steps(None))  # fmt: skip

@@ -31,24 +31,26 @@ import msgspec
 
 from kvcover.faults import EventFault
 from kvcover.real_backend.driver.book import SharedInjector
-from kvcover.real_backend.driver.case import CaseResult, ConnectorCase, FaultPlan, Side, Timers
-from kvcover.real_backend.driver.harness import Children, drive
+from kvcover.real_backend.driver.children import Children
+from kvcover.real_backend.driver.harness import drive
 from kvcover.real_backend.driver.processes import HOST, Child, Ports, ProcessDied, reserve_ports
 from kvcover.real_backend.driver.rank_faults import RankFaults
+from kvcover.real_backend.driver.reports import TrialResult
+from kvcover.real_backend.driver.trial import ROLES, Limits, Role, Trial
 from kvcover.real_backend.inside import scheduler
-from kvcover.real_backend.inside.device_rank import DeviceRank, prepare_device, suit
-from kvcover.real_backend.inside.rank import raised_by
+from kvcover.real_backend.inside.device_worker import DeviceWorker, prepare_device, suit
+from kvcover.real_backend.inside.raising import raised_by
 from kvcover.real_backend.inside.vllm_setup import ConfigFactory, describe, prepare
-from kvcover.real_backend.machine.trees import choose
+from kvcover.real_backend.machine.trees import Tree, choose, refuse_other_release
 from kvcover.real_backend.tiers.report import to_result
-from kvcover.real_backend.tiers.translate import Job, refuse_unlike_layers, to_job
+from kvcover.real_backend.tiers.translate import refuse_unlike_layers, to_trial
 from kvcover.sim.errors import InputError, TierError
+from kvcover.sim.releases.records import NEWEST
 from kvcover.sim.scenario.scenario import build, load
 
 _START_LIMIT_S = 300.0
-_SIDES: tuple[Side, Side] = ("prefill", "decode")
-_REAL_TIMERS = Timers(transfer_s=30.0, defer_s=60.0, read_abort_s=60.0)
-_TEST_TIMERS = Timers(transfer_s=8.0, defer_s=10.0, read_abort_s=8.0)
+_REAL_LIMITS = Limits(transfer_s=30.0, defer_s=60.0, read_abort_s=60.0)
+_TEST_LIMITS = Limits(transfer_s=8.0, defer_s=10.0, read_abort_s=8.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,14 +68,16 @@ class HostPorts(Ports):
 class Position:
     """Which rank of which engine a process is."""
 
-    side: Side
+    role: Role
     dp: int
     tp: int
 
 
-def positions(case: ConnectorCase) -> list[Position]:
+def positions(trial: Trial) -> list[Position]:
     """Return who is who, by torchrun's rank."""
-    return [Position(side, dp, tp) for side in _SIDES for dp in range(case.engine(side).dp) for tp in range(case.engine(side).tp)]
+    return [
+        Position(role, dp, tp) for role in ROLES for dp in range(trial.endpoint(role).dp) for tp in range(trial.endpoint(role).tp)
+    ]
 
 
 class Link(Child):
@@ -116,7 +120,7 @@ class Meeting:
         return json.loads(self.store.get(key))
 
 
-def meet() -> Meeting:
+def join() -> Meeting:
     """Join torchrun's rendezvous, and hide it from vLLM, whose worlds are smaller: one TP group each."""
     torch: Any = importlib.import_module("torch")
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
@@ -150,11 +154,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("scenario", help="TOML or JSON file")
     parser.add_argument("-o", "--output", type=Path, required=True, help="file for the result, written by the first rank")
-    parser.add_argument("--vllm", default="installed", help="release, path or installed; of this node")
+    parser.add_argument("--vllm", help="release, path or installed; of this node (default: the installed one, if it is named)")
     parser.add_argument("--transport", choices=("rdma", "xgmi"), default="rdma", help="what MoRI moves bytes by")
     parser.add_argument("--loopback-test", action="store_true", help="test this body on CPU memory: proves nothing of hardware")
     options = parser.parse_args(arguments)
-    meeting = meet()
+    meeting = join()
     try:
         _be_rank(options, meeting)
     except InputError as error:
@@ -167,26 +171,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _be_rank(options: argparse.Namespace, meeting: Meeting) -> None:
     scenario = build(load(options.scenario))
-    job = to_job(scenario)
-    refuse_unlike_layers(job)
-    usual = _TEST_TIMERS if options.loopback_test else _REAL_TIMERS
-    given = job.case.timers
-    timers = replace(given, transfer_s=given.transfer_s or usual.transfer_s, defer_s=given.defer_s or usual.defer_s)
-    case = replace(job.case, timers=replace(timers, read_abort_s=max(given.read_abort_s, usual.read_abort_s)))
-    _check_faults(case)
-    if meeting.size != case.ranks:
-        raise TierError("torchrun", f"{meeting.size} processes for {case.ranks} ranks", f"start {case.ranks} in all")
-    mine = positions(case)[meeting.rank]
+    trial = to_trial(scenario)
+    refuse_unlike_layers(trial)
+    own = _TEST_LIMITS if options.loopback_test else _REAL_LIMITS
+    limits = own.unless(scenario.timers)
+    trial = replace(trial, limits=replace(limits, read_abort_s=max(limits.read_abort_s, own.read_abort_s)))
+    _check_faults(trial)
+    if meeting.size != trial.ranks:
+        raise TierError("torchrun", f"{meeting.size} processes for {trial.ranks} ranks", f"start {trial.ranks} in all")
+    mine = positions(trial)[meeting.rank]
     test = options.loopback_test
     host = own_host(test)
-    tree = choose(options.vllm, scenario.release, scenario.release)[0]
+    tree = _tree(options.vllm, (mine.role == "decode" and scenario.decode_release) or scenario.release)
     with ExitStack() as stack, tempfile.TemporaryDirectory(prefix="kvcover-") as work:
-        ports = _agree_on_ports(meeting, case, mine, host, stack)
+        ports = _agree_on_ports(meeting, trial, mine, host, stack)
         if test:
-            prepare(tree.path, case.timers.read_abort_s)
+            prepare(tree.path, trial.limits.read_abort_s)
         else:
-            prepare_device(tree.path, case.timers.read_abort_s, host)
-        config = ConfigFactory(Path(work) / "models").engine(case, mine.side, mine.dp, ports[mine.side])
+            prepare_device(tree.path, trial.limits.read_abort_s, host)
+        config = ConfigFactory(Path(work) / "models").engine(trial, mine.role, mine.dp, ports[mine.role])
         device = "cpu" if test else _device(meeting.local_rank)
         suit(config, host, options.transport, device.partition(":")[0])
         about = describe(tree.path) | {
@@ -195,13 +198,13 @@ def _be_rank(options: argparse.Namespace, meeting: Meeting) -> None:
             "host": host,
         }
         meeting.tell(f"about/{meeting.rank}", about)
-        for_ranks = _share_book(meeting, case, Path(work) / "book")
+        for_ranks = _share_book(meeting, trial, Path(work) / "book")
         leader = None
         if meeting.rank == 0:
             listener = Listener((host, 0), authkey=_new_key(meeting))
             meeting.tell("listener", [host, listener.address[1]])
             leader = threading.Thread(
-                target=_lead, args=(options, meeting, job, case, ports, Path(work), listener), daemon=True, name="leader"
+                target=_lead, args=(options, meeting, trial, ports, Path(work), listener), daemon=True, name="leader"
             )
             leader.start()
         _serve(meeting, for_ranks, config, mine, ports, device)
@@ -209,43 +212,51 @@ def _be_rank(options: argparse.Namespace, meeting: Meeting) -> None:
             leader.join()
 
 
-def _check_faults(case: ConnectorCase) -> None:
+def _tree(vllm: str | None, release: str) -> Tree:
+    """The vLLM of this node. Raises TierError if the scenario names another for the engine that is here."""
+    tree = choose(vllm or "installed", release, release)[0]
+    if vllm is None or (tree.version and release != NEWEST):
+        refuse_other_release(tree, release, "torchrun")
+    return tree
+
+
+def _check_faults(trial: Trial) -> None:
     """Raise TierError for a fault that would end torchrun, or the first rank, which leads the run."""
-    for index, fault in enumerate(case.plan.faults):
+    for index, fault in enumerate(trial.setup.faults):
         if not isinstance(fault, EventFault):
             continue
         if fault.kind in ("crash-rank", "restart-rank", "late-rank"):
             text = f"{fault.kind} is not on the hardware tier: torchrun ends all ranks when one is missing"
             raise TierError(f"faults[{index}]", text, "use stall-rank, or --tier connector")
-        if fault.kind == "stall-rank" and fault.target == case.prefill.rank_name("prefill", 0, 0):
+        if fault.kind == "stall-rank" and fault.target == trial.setup.prefill.rank_name(0, 0):
             raise TierError(f"faults[{index}]", f"{fault.target} leads the run here", "stall another rank, or use --tier connector")
 
 
-def _share_book(meeting: Meeting, case: ConnectorCase, book: Path) -> ConnectorCase:
+def _share_book(meeting: Meeting, trial: Trial, book: Path) -> Trial:
     """What the ranks get: no faults if only the router has some, else the file in which all processes count them."""
-    if not case.plan.events:
-        return replace(case, plan=FaultPlan()).for_ranks(book)
+    if not trial.events:
+        return trial
     hosts = {meeting.hear(f"host/{rank}") for rank in range(meeting.size)}
     if len(hosts) > 1:
         text = "faults of notices, transfers and ranks need all ranks on one node, where they can count them together"
         raise TierError("faults", text, "use one node, or faults of the router's keys")
     if meeting.rank == 0:
-        SharedInjector(case.plan.faults, book).close()  # there before anyone counts
+        SharedInjector(trial.setup.faults, book).close()  # there before anyone counts
         meeting.tell("book", str(book))
-    return case.for_ranks(Path(meeting.hear("book")))
+    return replace(trial, book=Path(meeting.hear("book")))
 
 
-def _agree_on_ports(meeting: Meeting, case: ConnectorCase, mine: Position, host: str, stack: ExitStack) -> dict[Side, Ports]:
+def _agree_on_ports(meeting: Meeting, trial: Trial, mine: Position, host: str, stack: ExitStack) -> dict[Role, Ports]:
     """Let the first rank of each engine take ports on its host, and check that its other ranks are there too."""
     meeting.tell(f"host/{meeting.rank}", host)
     if mine.dp == mine.tp == 0:
-        found = stack.enter_context(reserve_ports())[_SIDES.index(mine.side)]
-        meeting.tell(f"ports/{mine.side}", [found.handshake, found.notify, found.http, host])
-    ports: dict[Side, Ports] = {side: HostPorts(*meeting.hear(f"ports/{side}")) for side in _SIDES}
-    for rank, position in enumerate(positions(case)):
-        there, wanted = meeting.hear(f"host/{rank}"), ports[position.side]
+        found = stack.enter_context(reserve_ports())[ROLES.index(mine.role)]
+        meeting.tell(f"ports/{mine.role}", [found.handshake, found.notify, found.http, host])
+    ports: dict[Role, Ports] = {role: HostPorts(*meeting.hear(f"ports/{role}")) for role in ROLES}
+    for rank, position in enumerate(positions(trial)):
+        there, wanted = meeting.hear(f"host/{rank}"), ports[position.role]
         if isinstance(wanted, HostPorts) and there != wanted.host:
-            text = f"ranks of the {position.side} engine are on {wanted.host} and on {there}"
+            text = f"ranks of the {position.role} engine are on {wanted.host} and on {there}"
             raise TierError("torchrun", text, "start all ranks of an engine on one node: a multiple of them each")
     return ports
 
@@ -272,12 +283,11 @@ def _mori(transport: str) -> str:
 
 
 def _new_key(meeting: Meeting) -> bytes:
-    key = os.urandom(16)
-    meeting.tell("key", key.hex())
+    meeting.tell("key", (key := os.urandom(16)).hex())
     return key
 
 
-def _serve(meeting: Meeting, case: ConnectorCase, config: Any, mine: Position, ports: dict[Side, Ports], device: str) -> None:
+def _serve(meeting: Meeting, trial: Trial, config: Any, mine: Position, ports: dict[Role, Ports], device: str) -> None:
     """Be a rank, and its engine's scheduler if it is the first of it, until the leader lets go."""
     host, port = meeting.hear("listener")
     key = bytes.fromhex(meeting.hear("key"))
@@ -290,10 +300,10 @@ def _serve(meeting: Meeting, case: ConnectorCase, config: Any, mine: Position, p
     steps, questions = connect("steps"), connect("questions")
     scheduler = connect("scheduler") if mine.tp == 0 else None
     try:
-        rank = DeviceRank(case, config, mine.tp, ports, meeting.store, device)
+        worker = DeviceWorker(trial, config, mine.tp, ports, meeting.store, device)
     except Exception as error:
         traceback.print_exc()
-        raised = raised_by(case.engine(mine.side).rank_name(mine.side, mine.dp, mine.tp), error)
+        raised = raised_by(trial.endpoint(mine.role).rank_name(mine.dp, mine.tp), error)
         for pipe in (steps, scheduler):
             if pipe is not None:
                 pipe.send(raised)
@@ -301,40 +311,40 @@ def _serve(meeting: Meeting, case: ConnectorCase, config: Any, mine: Position, p
             steps.recv()  # until the leader is done
         return
     if scheduler is not None:
-        threading.Thread(target=_schedule, args=(case, config, ports, scheduler), daemon=True).start()
-    threading.Thread(target=_answer, args=(rank, questions), daemon=True).start()
+        threading.Thread(target=_schedule, args=(trial, config, ports, scheduler), daemon=True).start()
+    threading.Thread(target=_answer, args=(worker, questions), daemon=True).start()
     steps.send(None)
-    _answer(rank, steps)
+    _answer(worker, steps)
 
 
-def _schedule(case: ConnectorCase, config: Any, ports: dict[Side, Ports], pipe: Connection) -> None:
+def _schedule(trial: Trial, config: Any, ports: dict[Role, Ports], pipe: Connection) -> None:
     with suppress(EOFError, OSError):
-        scheduler.serve(case, config, ports, pipe)
+        scheduler.serve(trial, config, ports, pipe)
 
 
-def _answer(rank: DeviceRank, pipe: Connection) -> None:
+def _answer(worker: DeviceWorker, pipe: Connection) -> None:
     with suppress(EOFError, OSError):
         while True:
             method, arguments = pipe.recv()
-            pipe.send(getattr(rank, method)(*arguments))
+            pipe.send(getattr(worker, method)(*arguments))
 
 
 def _lead(
     options: argparse.Namespace,
     meeting: Meeting,
-    job: Job,
-    case: ConnectorCase,
-    ports: dict[Side, Ports],
+    trial: Trial,
+    ports: dict[Role, Ports],
     work: Path,
     listener: Listener,
 ) -> None:
     """Play the router and the engines' loops, judge, and write the result whole or not at all."""
     children = Children(ports, {}, {})
     try:
-        _collect(case, children, listener)
-        seen = _drive(case, children, work / "book")
+        _collect(trial, children, listener)
+        started, book = time.monotonic(), SharedInjector(trial.setup.faults, work / "book")
+        seen = drive(trial, children, RankFaults(trial, book), book, _START_LIMIT_S, started)
         abouts = [meeting.hear(f"about/{rank}") for rank in range(meeting.size)]
-        text = _result(options, job, replace(job, case=case), seen, abouts)
+        text = _result(options, trial, seen, abouts)
     except InputError as error:
         text = json.dumps({"error": [error.place, error.problem, error.hint]})
     except Exception as error:
@@ -346,18 +356,18 @@ def _lead(
         child.close()
 
 
-def _collect(case: ConnectorCase, children: Children, listener: Listener) -> None:
+def _collect(trial: Trial, children: Children, listener: Listener) -> None:
     """Take in every connection: two of each rank, and one more of each scheduler."""
-    who = positions(case)
-    on_one_node = bool(case.plan.events)  # else they are refused; see _share_book
+    who = positions(trial)
+    on_one_node = bool(trial.events)  # else they are refused; see _share_book
     links: dict[int, Link] = {}
     for rank, position in enumerate(who):
-        size = case.engine(position.side)
-        links[rank] = Link(size.rank_name(position.side, position.dp, position.tp))
-        children.ranks.setdefault((position.side, position.dp), []).append(links[rank])
-    for side in _SIDES:
-        for dp in range(case.engine(side).dp):
-            children.schedulers[side, dp] = Link(f"{side} scheduler {dp}")
+        endpoint = trial.endpoint(position.role)
+        links[rank] = Link(endpoint.rank_name(position.dp, position.tp))
+        children.ranks.setdefault((position.role, position.dp), []).append(links[rank])
+    for role in ROLES:
+        for dp in range(trial.endpoint(role).dp):
+            children.schedulers[role, dp] = Link(f"{role} scheduler {dp}")
     for _ in range(2 * len(who) + len(children.schedulers)):
         pipe = listener.accept()
         rank, pid, part = pipe.recv()
@@ -370,16 +380,12 @@ def _collect(case: ConnectorCase, children: Children, listener: Listener) -> Non
                 links[rank].pid = pid
 
 
-def _drive(case: ConnectorCase, children: Children, path: Path) -> CaseResult:
-    started = time.monotonic()
-    book = SharedInjector(case.plan.faults, path)
-    return drive(case, children, RankFaults(case, book), book, _START_LIMIT_S, started)
-
-
-def _result(options: argparse.Namespace, job: Job, as_run: Job, seen: CaseResult, abouts: list[dict[str, Any]]) -> str:
+def _result(options: argparse.Namespace, trial: Trial, seen: TrialResult, abouts: list[dict[str, Any]]) -> str:
     infos = (abouts[0], abouts[-1])
-    trees = choose(options.vllm, job.scenario.release, job.scenario.release)
-    result = to_result(as_run, seen, trees, infos, options.vllm)
+    release = trial.setup.scenario.release
+    leader = choose(options.vllm or "installed", release, release)[0]
+    decode = replace(leader, version=str(infos[1]["vllm"]))  # perhaps of another node
+    result = to_result(trial, seen, (leader, decode), infos, options.vllm)
     hosts = {about["host"]: sorted({each["device"] for each in abouts if each["host"] == about["host"]}) for about in abouts}
     backend = {**getattr(result, "backend", {}), "mori": abouts[0]["mori"], "launcher": "torchrun", "hosts": hosts}
     tier = "connector" if options.loopback_test else "hardware"

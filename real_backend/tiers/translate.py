@@ -1,28 +1,25 @@
-"""From a scenario to a connector case. What the harness can't do is refused by name, before anything starts."""
+"""From a scenario to a trial. What the harness can't do is refused by name, before anything starts."""
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from kvcover.faults import KINDS, EventFault, Injector
-from kvcover.real_backend.driver.case import CacheForm, ConnectorCase, EngineSize, FaultPlan, ModelShape, RequestCase, Side, Timers
-from kvcover.real_backend.driver.processes import MOST_RANKS
+from kvcover.real_backend.driver.processes import HOST, MOST_RANKS
 from kvcover.real_backend.driver.rank_faults import RANK_KINDS
+from kvcover.real_backend.driver.trial import ROLES, Limits, Role, RouterLegs, Tables, Trial
+from kvcover.real_backend.inside.cells import TAG_BYTES, numbering_of
 from kvcover.real_backend.inside.injection import NOTICE_KINDS, TRANSFER_KINDS
-from kvcover.sim.cache.geometry import Geometry
 from kvcover.sim.errors import TierError
 from kvcover.sim.moriio.transfer import BlockPool
 from kvcover.sim.scenario.dispatch import Dispatch
 from kvcover.sim.scenario.scenario import Scenario
-from kvcover.sim.scenario.scenario import Timers as ScenarioTimers
-from kvcover.sim.scenario.setup import Endpoint, Request, Setup, resolve
+from kvcover.sim.scenario.setup import Request, Setup, resolve
 
 # Fields of a scenario that the harness acts on, by place; `seed` decides nothing where nothing is drawn.
 _KNOWN: dict[str, tuple[str, ...]] = {
@@ -37,26 +34,10 @@ _KNOWN: dict[str, tuple[str, ...]] = {
 _HINT = "leave it out, or use --tier model"
 _EVENTS = (*NOTICE_KINDS, *TRANSFER_KINDS, *RANK_KINDS, "abort", "stop-at-prefill", "fail-leg", "delay-leg", "stale-registration")
 _RANK_MB = 90
-_MOST_TAGS = 2**31
 
 
-@dataclass(frozen=True, slots=True)
-class Job:
-    """One scenario, ready to run. `keys` counts the faults of the router's keys and of what it knows, which act on the legs."""
-
-    scenario: Scenario
-    setup: Setup
-    case: ConnectorCase
-    keys: Injector
-
-    @property
-    def memory_mb(self) -> int:
-        """What all its processes touch, about."""
-        return _cache_mb(self.case) + _RANK_MB * (self.case.ranks + self.case.prefill.dp + self.case.decode.dp)
-
-
-def to_job(scenario: Scenario) -> Job:
-    """Translate, or raise TierError naming the first field that the connector tier can't do."""
+def to_trial(scenario: Scenario) -> Trial:
+    """Look up every name and let the router write its legs; raises TierError naming the first field that can't be done here."""
     _refuse_unknown(scenario)
     setup = resolve(scenario)
     keys = Injector(setup.faults)
@@ -64,19 +45,12 @@ def to_job(scenario: Scenario) -> Job:
         if isinstance(fault, EventFault) and fault.kind not in _EVENTS:
             where = "on the model tier only" if "connector" not in KINDS[fault.kind].tiers else "not on the connector tier yet"
             raise TierError(f"faults[{index}]", f"{fault.kind} acts {where}", _HINT)
-    tokens = max(request.prompt_tokens for request in setup.requests)
-    case = ConnectorCase(
-        mode=scenario.mode,
-        model=_shape(setup.geometry),
-        prefill=_size("prefill", setup),
-        decode=_size("decode", setup),
-        requests=_requests(setup, keys),
-        prompt_tokens=tokens,
-        timers=_timers(scenario.timers),
-        plan=FaultPlan(setup.faults),
-    )
-    _check_size(case)
-    return Job(scenario, setup, case, keys)
+    _check_engines(setup)
+    tables = _tables(setup)
+    legs = tuple(_legs(setup, keys, request) for request in setup.requests)
+    trial = Trial(setup, tables, Limits.of(setup), legs, keys)
+    _check_size(trial)
+    return trial
 
 
 def _refuse_unknown(scenario: Scenario) -> None:
@@ -99,98 +73,47 @@ def _refuse_unknown(scenario: Scenario) -> None:
                 raise TierError(f"{prefix}{name}", f"{shown} can't be done on the connector tier", _HINT)
 
 
-def refuse_unlike_layers(job: Job) -> None:
+def refuse_unlike_layers(trial: Trial) -> None:
     """Raise TierError for a model that only the connector tier can run."""
-    if not job.case.model.alike:
+    if not trial.alike:
         raise TierError("model", "layers that are not all alike can't be run on the hardware tier", "use --tier connector")
 
 
-def _shape(geometry: Geometry) -> ModelShape:
-    main = _kind(geometry)
-    if geometry.minor is None:
-        return main
-    every = geometry.minor_layers[0] + 1
-    if geometry.minor_layers != tuple(range(every - 1, geometry.layers, every)):
-        raise TierError("model", "layers of another kind in no regular order can't be run", _HINT)
-    return replace(main, minor=_kind(geometry.minor), minor_layers=geometry.minor_layers)
-
-
-def _kind(geometry: Geometry) -> ModelShape:
-    if not geometry.mla:
-        return ModelShape(geometry.layers, geometry.kv_heads, geometry.head_dim, window=geometry.window, state=geometry.state)
-    width = geometry.head_dim
-    if width < 2:
+def _check_engines(setup: Setup) -> None:
+    if any(kind.mla and kind.head_dim < 2 for kind in setup.geometry.kinds):
         raise TierError("model", "a latent of one value can't be run", "use mla=64+16")
-    rope = 64 if width > 320 else max(1, width // 5)
-    return ModelShape(geometry.layers, latent=width - rope, rope=rope)
+    unlike = setup.prefill.shape.kv_dtype != setup.decode.shape.kv_dtype
+    for role, endpoint in zip(ROLES, (setup.prefill, setup.decode), strict=True):
+        if (ranks := endpoint.tp * endpoint.dp) > MOST_RANKS:
+            raise TierError(role, f"{ranks} ranks are more than the connector tier runs", f"use at most {MOST_RANKS}")
+        shape, lookahead = endpoint.shape, endpoint.side.lookahead_tokens
+        if lookahead > shape.block_size or (lookahead and setup.scenario.mode == "write"):
+            raise TierError(f"{role}.lookahead_tokens", f"{lookahead}: the harness has one block of them, in READ", _HINT)
+        if unlike and shape.head_bytes % TAG_BYTES:
+            raise TierError(f"{role}.kv_dtype", f"{shape.kv_dtype}: a head of {shape.head_bytes} bytes holds no whole 4-byte tags",
+                            "use a head_dim that is a multiple of 4")  # fmt: skip
 
 
-def _size(side: Side, setup: Setup) -> EngineSize:
-    endpoint = setup.prefill if side == "prefill" else setup.decode
-    if endpoint.tp * endpoint.dp > MOST_RANKS:
-        raise TierError(
-            side, f"{endpoint.tp * endpoint.dp} ranks are more than the connector tier runs", f"use at most {MOST_RANKS}"
-        )
-    size, lookahead = endpoint.shape.block_size, endpoint.side.lookahead_tokens
-    if lookahead > size or (lookahead and setup.scenario.mode == "write"):
-        raise TierError(f"{side}.lookahead_tokens", f"{lookahead}: the harness has one block of them, in READ", _HINT)
-    hybrid = endpoint.side.hybrid_kv and (setup.geometry.has_states or endpoint.release.hybrid_manager == "on")
-    return EngineSize(endpoint.tp, endpoint.dp, endpoint.shape.num_blocks, _form(side, endpoint, setup), hybrid, lookahead)
-
-
-def _form(side: Side, endpoint: Endpoint, setup: Setup) -> CacheForm:
-    """How the caches lie. Of equal dtypes nothing depends, and cells are tagged in 4 bytes: only unequal ones are told."""
-    shape = endpoint.shape
-    if setup.prefill.shape.kv_dtype == setup.decode.shape.kv_dtype:
-        return CacheForm(shape.block_size, endpoint.side.layout, endpoint.side.order)
-    if shape.head_bytes % 4:
-        raise TierError(f"{side}.kv_dtype", f"{shape.kv_dtype}: a head of {shape.head_bytes} bytes holds no whole 4-byte tags",
-                        "use a head_dim that is a multiple of 4")  # fmt: skip
-    return CacheForm(shape.block_size, endpoint.side.layout, endpoint.side.order, shape.kv_dtype)
-
-
-def _timers(given: ScenarioTimers) -> Timers:
-    """Timers that the scenario sets are kept; vLLM's defaults are too long to wait for, so the harness has its own."""
-    usual = ScenarioTimers()
-    own = Timers()
-    return Timers(
-        transfer_s=given.transfer_timeout_s if given.transfer_timeout_s != usual.transfer_timeout_s else None,
-        defer_s=given.defer_timeout_s if given.defer_timeout_s != usual.defer_timeout_s else None,
-        read_abort_s=given.recv_abort_timeout_s if given.recv_abort_timeout_s != usual.recv_abort_timeout_s else own.read_abort_s,
-    )
-
-
-def _requests(setup: Setup, keys: Injector) -> tuple[RequestCase, ...]:
-    pools: dict[tuple[Side, int], BlockPool] = {}
-    for side, endpoint in (("prefill", setup.prefill), ("decode", setup.decode)):
+def _tables(setup: Setup) -> tuple[dict[Role, Tables], ...]:
+    """The blocks of all requests, which are there at once, on both engines."""
+    tables: tuple[dict[Role, Tables], ...] = tuple({} for _ in setup.requests)
+    for role, endpoint in zip(ROLES, (setup.prefill, setup.decode), strict=True):
         for dp in range(endpoint.dp):
-            fixed = {
-                block
-                for request in setup.requests
-                if (request.prefill_dp if side == "prefill" else request.decode_dp) == dp
-                for block in getattr(request, f"{side}_blocks") or ()
-            }
-            pools["prefill" if side == "prefill" else "decode", dp] = BlockPool(endpoint.shape.num_blocks, fixed)
-
-    def blocks(side: Side, dp: int, request: Request) -> tuple[int, ...]:
-        fixed = request.prefill_blocks if side == "prefill" else request.decode_blocks
-        endpoint = setup.prefill if side == "prefill" else setup.decode
-        count = sum(blocks - skipped for skipped, blocks in endpoint.rows(request.prompt_tokens))
-        if not pools[side, dp].fits(count, fixed):
-            raise TierError(f"{side}.num_blocks", "too few for all requests at once", "raise it: the connector tier never queues")
-        tables = pools[side, dp].take_tables(request, endpoint, fixed)
-        return tuple(int(block) for table in tables for block in table)
-
-    return tuple(
-        _request(setup, keys, request, blocks("prefill", request.prefill_dp, request), blocks("decode", request.decode_dp, request))
-        for request in setup.requests
-    )
+            mine = [request for request in setup.requests if getattr(request, f"{role}_dp") == dp]
+            fixed = {block for request in mine for block in getattr(request, f"{role}_blocks") or ()}
+            pool = BlockPool(endpoint.shape.num_blocks, fixed)
+            for request in mine:
+                asked = getattr(request, f"{role}_blocks")
+                count = sum(blocks - skipped for skipped, blocks in endpoint.rows(request.prompt_tokens))
+                if not pool.fits(count, asked):
+                    hint = "raise it: the connector tier never queues"
+                    raise TierError(f"{role}.num_blocks", "too few for all requests at once", hint)
+                taken = pool.take_tables(request, endpoint, asked)
+                tables[request.index][role] = tuple(tuple(table.tolist()) for table in taken)
+    return tables
 
 
-def _request(
-    setup: Setup, keys: Injector, request: Request, at_prefill: tuple[int, ...], at_decode: tuple[int, ...]
-) -> RequestCase:
-    scenario = setup.scenario
+def _legs(setup: Setup, keys: Injector, request: Request) -> RouterLegs:
     if request.rejected:
         asked = f"{setup.router.name} sends it to DP rank {request.prefill_dp}, which decode lacks"
         raise TierError(f"requests[{request.index}]", asked, "set its decode_dp: the connector tier has no front end to reject it")
@@ -204,60 +127,50 @@ def _request(
         "prefill.dp": setup.prefill.dp,
         "prefill.dp_rank": request.prefill_dp,
         "prefill.dp_local": setup.prefill.local_dp,
-        "prefill.hosts": ["127.0.0.1"],
+        "prefill.hosts": [HOST],
         "decode.tp": setup.decode.tp,
         "decode.dp": setup.decode.dp,
         "decode.dp_rank": request.decode_dp,
         "decode.dp_local": setup.decode.local_dp,
-        "decode.hosts": ["127.0.0.1"],
+        "decode.hosts": [HOST],
     }
-
     now_ms = request.arrival_ns / 1e6
-    dispatch = Dispatch(setup.router, scenario.mode, values, keys, request.index, now_ms=now_ms)
-    return RequestCase(
-        at_prefill,
-        at_decode,
-        dispatch.prefill_leg()[0],
-        lambda response: dispatch.decode_leg(response)[0],
-        request.prefill_dp,
-        request.decode_dp,
-        request.prompt_tokens,
-        request.external_zero,
-        request.generate_ns / 1e9,
-        request.arrival_ns / 1e9,
-        dispatch.ports_off(),
-    )
+    dispatch = Dispatch(setup.router, setup.scenario.mode, values, keys, request.index, now_ms=now_ms)
+    return RouterLegs(dispatch.prefill_leg()[0], lambda response: dispatch.decode_leg(response)[0], dispatch.ports_off())
 
 
-def _check_size(case: ConnectorCase) -> None:
-    model = case.model
-    tags = (len(case.requests) + 1) * case.prompt_tokens * model.layers * math.prod(model.room)
-    if tags >= _MOST_TAGS:
+def _check_size(trial: Trial) -> None:
+    requests, numbering = len(trial.setup.requests), numbering_of(trial)
+    if not numbering.fits(requests):
+        tags = (requests + 1) * numbering.a_request
         raise TierError("model", f"{tags} tagged values are more than fit 31 bits", "use fewer layers, requests or tokens")
-    need, free = _cache_mb(case), _free_mb()
+    need, free = _cache_mb(trial), free_mb()
     if need > 0.7 * free:
         raise TierError("model", f"needs {need} MB of memory, {free} MB are free", "use fewer layers, ranks or tokens")
 
 
-def _cache_mb(case: ConnectorCase) -> int:
+def memory_mb(trial: Trial) -> int:
+    """What all processes of a run touch, about."""
+    return _cache_mb(trial) + _RANK_MB * (trial.ranks + trial.setup.prefill.dp + trial.setup.decode.dp)
+
+
+def _cache_mb(trial: Trial) -> int:
     """Memory of the cells that requests touch, twice where decode keeps what it used."""
-    model, total = case.model, 0
-    for side in ("prefill", "decode"):
-        size = case.prefill if side == "prefill" else case.decode
-        kinds = [model.at(layer) for layer in range(model.layers)]
-        values = sum(kind.planes * len(kind.owned_heads(0, size.tp)) * kind.width for kind in kinds)
-        a_block = values * size.cache.block_size * 4
-        copies = 2 if side == "decode" and case.mode == "read" else 1
-        total += copies * size.tp * a_block * sum(len(request.prefill_blocks) for request in case.requests)
+    total = 0
+    blocks = sum(len(trial.blocks("prefill", index)) for index in range(len(trial.tables)))
+    for role in ROLES:
+        endpoint = trial.endpoint(role)
+        groups = [(len(group.layers) * group.geometry.head_dim, group.shape) for group in endpoint.groups]
+        values = sum(width * shape.planes * shape.heads for width, shape in groups)
+        copies = 2 if role == "decode" and trial.setup.scenario.mode == "read" else 1
+        total += copies * endpoint.tp * values * endpoint.shape.block_size * TAG_BYTES * blocks
     return round(total / 1e6)
 
 
-def _free_mb() -> int:
+def free_mb() -> int:
+    """Memory that is free."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
         return next(int(line.split()[1]) // 1000 for line in lines if line.startswith("MemAvailable"))
     except (OSError, StopIteration, ValueError):
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 1_000_000
-
-
-free_mb = _free_mb

@@ -48,6 +48,12 @@ class Geometry(msgspec.Struct, frozen=True, kw_only=True):
         """What this layer is like."""
         return self.minor if self.minor is not None and layer in self.minor_layers else self
 
+    def first(self, layers: int) -> Geometry:
+        """The same model with its first `layers` layers only, each as it was."""
+        kept = tuple(layer for layer in self.minor_layers if layer < layers)
+        minor = None if self.minor is None else self.minor.first(layers)
+        return msgspec.structs.replace(self, layers=layers, minor=minor, minor_layers=kept)
+
     @property
     def windows(self) -> tuple[int, ...]:
         """The window of each layer."""

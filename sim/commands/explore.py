@@ -27,7 +27,7 @@ from kvcover.sim.errors import InputError, TierError, nearest
 if TYPE_CHECKING:
     from concurrent.futures import Executor
 
-    from kvcover.sim.search.explore import Group, Job, Summary
+    from kvcover.sim.search.explore import Exploration, Group, Job
     from kvcover.sim.search.explore_tier import RealTier
 
 _SHOWN_GROUPS = 20
@@ -74,17 +74,15 @@ def explore(**options: Any) -> None:
         sys.exit(1)
 
 
-def _run_jobs(jobs: Iterator[Job], total: int, options: dict[str, Any]) -> Summary:
+def _run_jobs(jobs: Iterator[Job], total: int, options: dict[str, Any]) -> Exploration:
     """Run on the model, over processes or a cluster."""
-    from kvcover.sim.search.explore import explore as run_jobs
-    from kvcover.sim.search.explore import shrink_groups
+    from kvcover.sim.search.explore import refuse_nonsense, run_jobs, shrink_groups
 
     with _executor(options["jobs"], options["dask"]) as (executor, workers):
         with _progress(total) as tick:
             budget = math.inf if options["budget"] is None else options["budget"]
             summary = run_jobs(jobs, executor, 2 * workers, budget, tick)
-        if 0 < summary.runs == summary.outcomes.get("invalid", 0):
-            raise InputError("explore", f"no scenario makes sense ({summary.invalid})", "pin less")
+        refuse_nonsense(summary)
         if options["shrinks"]:
             shrink_groups(summary, executor)
     return summary
@@ -109,7 +107,7 @@ def _real_tier(options: dict[str, Any]) -> RealTier | None:
     return found
 
 
-def _run_on_tier(tier: RealTier, jobs: Iterator[Job], total: int, options: dict[str, Any]) -> Summary:
+def _run_on_tier(tier: RealTier, jobs: Iterator[Job], total: int, options: dict[str, Any]) -> Exploration:
     """Run on a real tier and on the model."""
     from kvcover.sim.search.explore_tier import drafts_of, explore_tier
 
@@ -123,10 +121,8 @@ def _run_on_tier(tier: RealTier, jobs: Iterator[Job], total: int, options: dict[
 
 def _pins(options: dict[str, Any], tier: RealTier | None) -> dict[str, Any]:
     """Fields that are as given, whatever a seed draws; complains at once about those that can't be."""
-    from kvcover.sim.releases.records import get_release
-    from kvcover.sim.scenario.fabric import get_fabric
-    from kvcover.sim.scenario.routers import get_router
     from kvcover.sim.search.explore_tier import pinned
+    from kvcover.sim.search.swarm import check_pins
 
     pins = scenario_data(None, options)
     if options["mode"] is not None:
@@ -134,28 +130,19 @@ def _pins(options: dict[str, Any], tier: RealTier | None) -> dict[str, Any]:
     for name in ("prefill", "decode"):
         if found := sizes(f"--{name}", options[name]):
             pins[name] = {**(pins.get(name) or {}), **found}
-    built = build_scenario(pins)
-    for place, release in (("release", built.release), ("decode_release", built.decode_release or built.release)):
-        get_release(release, place).overridden(built.overrides)
-    get_router(built.router, built.release)
-    if isinstance(built.fabric, str):
-        get_fabric(built.fabric)
+    check_pins(pins)
     return pinned(tier, pins, options["vllm"]) if tier else pins
 
 
 def _seed_jobs(options: dict[str, Any], tier: RealTier | None) -> tuple[Iterator[Job], int]:
     """The jobs of a swarm and how many runs they are; says first what will be drawn."""
     from kvcover.sim.search.explore import seed_jobs
-    from kvcover.sim.search.swarm import Swarm, features_of
+    from kvcover.sim.search.swarm import Swarm, swarm_of
 
-    pins = _pins(options, tier)
     names = [name.strip() for name in options["features"].split(",")] if options["features"] else None
-    features = features_of(names, not options["lite"], not options["no_faults"])
-    if "release" in pins and not names:
-        features = tuple(name for name in features if name != "skew")  # --release is that of both engines
+    swarm = swarm_of(_pins(options, tier), names, not options["lite"], not options["no_faults"])
     if tier and not names:
-        features = tuple(name for name in features if name in tier.features)
-    swarm = Swarm(features=features, pins=pins)
+        swarm = Swarm(features=tuple(name for name in swarm.features if name in tier.features), pins=swarm.pins)
     first, count = options["seed_start"], options["seeds"]
     if not options["as_json"]:
         import json
@@ -163,8 +150,8 @@ def _seed_jobs(options: dict[str, Any], tier: RealTier | None) -> tuple[Iterator
         draft = swarm.draft(first, tier.fit) if tier else swarm.draft(first)
         click.echo(f"seeds {first} to {first + count - 1}, {'lite' if options['lite'] else 'full'}")
         click.echo(f"features: {' '.join(swarm.features)}")
-        if pins:
-            click.echo(f"pinned: {json.dumps(pins)}")
+        if swarm.pins:
+            click.echo(f"pinned: {json.dumps(swarm.pins)}")
         click.echo(f"seed {first} draws {', '.join(swarm.drawn(first)) or 'nothing'}: {json.dumps(draft)}")
     return seed_jobs(swarm, first, count), count
 
@@ -217,12 +204,25 @@ def _executor(jobs: str, dask: str | None) -> Iterator[tuple[Executor | None, in
 
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["kvcover.sim.search.explore"])
-    with ProcessPoolExecutor(workers, mp_context=context) as pool:
+    with _no_code_from_here(), ProcessPoolExecutor(workers, mp_context=context) as pool:
         try:
             yield pool, workers
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
+
+
+@contextmanager
+def _no_code_from_here() -> Iterator[None]:
+    """An interpreter that starts now takes no module from the current folder: the fork server would, even of `kvcover` itself."""
+    before = os.environ.get("PYTHONSAFEPATH")
+    os.environ["PYTHONSAFEPATH"] = "1"
+    try:
+        yield
+    finally:
+        os.environ.pop("PYTHONSAFEPATH")
+        if before is not None:
+            os.environ["PYTHONSAFEPATH"] = before
 
 
 def _cpus() -> int:
@@ -246,7 +246,7 @@ def _dask_executor(address: str) -> Iterator[tuple[Executor, int]]:
 
 
 @contextmanager
-def _progress(total: int) -> Iterator[Callable[[Summary], None]]:
+def _progress(total: int) -> Iterator[Callable[[Exploration], None]]:
     """A line on stderr with the rate so far, if that is a terminal."""
     if not sys.stderr.isatty():
         yield lambda summary: None
@@ -258,7 +258,7 @@ def _progress(total: int) -> Iterator[Callable[[Summary], None]]:
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("runs", total=total or None)
 
-        def tick(summary: Summary) -> None:
+        def tick(summary: Exploration) -> None:
             rate = summary.runs / max(summary.seconds, 1e-9)
             bar.update(task, completed=summary.runs, description=f"{rate:.0f} runs/s, {summary.failures} failures")
 
@@ -268,7 +268,7 @@ def _progress(total: int) -> Iterator[Callable[[Summary], None]]:
 # -- what came of it ---------------------------------------------------------------------------------------------
 
 
-def _report(summary: Summary, options: dict[str, Any]) -> None:
+def _report(summary: Exploration, options: dict[str, Any]) -> None:
     """Write the examples, then say what was found; examples that are shown are those that are written."""
     groups = summary.ranked()
     paths = _write_examples(options, groups) if options["out"] is not None else []
@@ -324,7 +324,7 @@ def _again(options: dict[str, Any], group: Group, path: str | None) -> str:
     return f"kvcover replay {path}" if path else replay_line(build_scenario(group.draft))
 
 
-def _as_json(summary: Summary, groups: list[Group], paths: list[str], options: dict[str, Any]) -> str:
+def _as_json(summary: Exploration, groups: list[Group], paths: list[str], options: dict[str, Any]) -> str:
     import json
 
     import msgspec
@@ -351,7 +351,7 @@ def _make_folder(path: str) -> None:
 
 def _write_examples(options: dict[str, Any], groups: list[Group]) -> list[str]:
     """One file a group, named after its signature."""
-    from kvcover.sim.search.explore import example_text
+    from kvcover.sim.search.example import example_text
     from kvcover.sim.search.explore_tier import tier_example_text
 
     folder, tier = options["out"], options["tier"]
@@ -379,7 +379,7 @@ def replay(file: str, as_json: bool) -> None:
     """
     from kvcover.sim.results.expect import disagreement
     from kvcover.sim.scenario.scenario import load
-    from kvcover.sim.search.explore import stored_digest
+    from kvcover.sim.search.example import stored_digest
     from kvcover.sim.simulate import run
 
     scenario = build_scenario(load(file))

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from kvcover.sim.commands.options import check_output, scenario_data, scenario_options, whole_number, write_output
+from kvcover.sim.commands.options import build_scenario, check_output, scenario_data, scenario_options, whole_number, write_output
 from kvcover.sim.errors import InputError, nearest, short
 
 
@@ -25,14 +25,14 @@ def command(mode: str, prefill: str, decode: str, markdown: bool, **options: Any
     if mode not in ("write", "read", "both"):
         raise InputError("--mode", f"no mode {mode!r}", nearest(mode, ("write", "read", "both")))
     modes = ["write", "read"] if mode == "both" else [mode]
-    pairs = [(p, d) for p in _tp_list("--prefill", prefill) for d in _tp_list("--decode", decode)]
+    sizes = {"prefill": _tp_list("--prefill", prefill), "decode": _tp_list("--decode", decode)}
     data = scenario_data(None, options)
     _reject_axes(data)
     check_output(options["output"], data.get("model"))
     from kvcover.sim.results.result import summarize
-    from kvcover.sim.search.matrix import run_matrix
+    from kvcover.sim.search.matrix import matrix
 
-    results = run_matrix(data, modes, pairs, options["tier"], options["vllm"])
+    results = matrix(build_scenario(data), **sizes, modes=modes, tier=options["tier"], vllm=options["vllm"])
     lines = "".join(result.to_json() + "\n" for result in results)
     write_output(options["output"], lines)
     if options["as_json"]:
@@ -53,8 +53,6 @@ def command(mode: str, prefill: str, decode: str, markdown: bool, **options: Any
 
 def _reject_axes(data: dict[str, Any]) -> None:
     """Fields that the matrix itself sets, and which it would otherwise drop unread."""
-    if "expect" in data:
-        raise InputError("expect", "a matrix has no single expectation", "use --check")
     if "mode" in data:
         raise InputError("mode", f"{short(data['mode'])} would not be read: the matrix sets it", "use --mode")
     for name in ("prefill", "decode"):

@@ -50,6 +50,26 @@ _SCENARIO: tuple[Decorator, ...] = (
 )  # fmt: skip
 
 
+_CAUSES: tuple[Decorator, ...] = (
+    click.option("--causes", is_flag=True, help="Of a bad run: flip each policy, key and fault, and say what heals it."),
+    click.option("--budget", type=click.FloatRange(min=0, min_open=True), metavar="SECONDS",
+                 help="With --causes: try pairs of flips too, for so long."),
+)  # fmt: skip
+
+
+def causes_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """What asks for causes that are shown, and not only named."""
+    for option in reversed(_CAUSES):
+        function = option(function)
+    return function
+
+
+def check_causes(causes: bool, budget: float | None) -> None:
+    """Raise InputError for a budget that nobody spends."""
+    if budget is not None and not causes:
+        raise InputError("--budget", f"{budget:g} s, and no search to spend them on", "add --causes")
+
+
 def scenario_options(function: Callable[..., Any]) -> Callable[..., Any]:
     """All options that describe a scenario and what to do with its result."""
     for option in reversed(_SCENARIO):

@@ -8,7 +8,16 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvcover.sim.commands.options import build_scenario, check_output, scenario_data, scenario_options, sizes, write_output
+from kvcover.sim.commands.options import (
+    build_scenario,
+    causes_options,
+    check_causes,
+    check_output,
+    scenario_data,
+    scenario_options,
+    sizes,
+    write_output,
+)
 from kvcover.sim.errors import InputError, TierError
 
 if TYPE_CHECKING:
@@ -22,9 +31,17 @@ if TYPE_CHECKING:
 @click.option("--prefill", metavar="tp=N[,dp=N]", help="Size of the prefill engine.")
 @click.option("--decode", metavar="tp=N[,dp=N]", help="Size of the decode engine.")
 @click.option("--trace", metavar="FILE", help="Write every event as a timeline for Perfetto or chrome://tracing (model tier).")
+@causes_options
 @scenario_options
 def command(
-    scenario: str | None, mode: str | None, prefill: str | None, decode: str | None, trace: str | None, **options: Any
+    scenario: str | None,
+    mode: str | None,
+    prefill: str | None,
+    decode: str | None,
+    trace: str | None,
+    causes: bool,
+    budget: float | None,
+    **options: Any,
 ) -> None:
     """Run one scenario and say which KV cells decode got, who was told, and why.
 
@@ -39,6 +56,10 @@ def command(
       faults = ["drop:remote_tp_size@prefill"]
       expect = {outcome = "corrupt", coverage = 0.125}
     """
+    check_causes(causes, budget)
+    if causes and options["tier"] != "model":
+        hint = "run it without, and give its result to `kvcover why --causes`, which flips the model's"
+        raise TierError("--causes", f"the {options['tier']} tier has no policies to flip", hint)
     data = scenario_data(scenario, options)
     if mode is not None:
         data["mode"] = mode
@@ -48,6 +69,10 @@ def command(
     built = build_scenario(data)
     check_output(options["output"], scenario, built.model)
     result = _run(built, options) if trace is None else _run_traced(built, trace, scenario, options)
+    if causes:
+        from kvcover.sim.search.causes import explain
+
+        result = explain(built, budget)
     write_output(options["output"], result.to_json() + "\n")
     if options["as_json"]:
         click.echo(result.to_json())

@@ -9,18 +9,21 @@ from typing import Any
 
 import click
 
+from kvcover.sim.commands.options import causes_options, check_causes
 from kvcover.sim.errors import InputError
 
 
 @click.command("why")
 @click.argument("result")
 @click.option("--request", type=int, default=0, show_default=True, metavar="N", help="Which request to tell of.")
-def command(result: str, request: int) -> None:
+@causes_options
+def command(result: str, request: int, causes: bool, budget: float | None) -> None:
     """Tell the story of one request, from the router to its outcome, with times.
 
     RESULT is a file written by `kvcover run -o`, or - for standard input. The story is the model's: the scenario in the
     result is run again, and must give the same history.
     """
+    check_causes(causes, budget)
     data = _read(result)
     scenario = data.get("scenario")
     if not isinstance(scenario, dict):
@@ -40,6 +43,11 @@ def command(result: str, request: int) -> None:
         click.echo("kvcover: this version plays the scenario differently from the one that wrote the result", err=True)
     for line in story(record_of(world), request):
         click.echo(line)
+    if causes:
+        from kvcover.sim.results.show import show_findings
+        from kvcover.sim.search.causes import explain
+
+        show_findings(explain(setup.scenario, budget))
     sys.stdout.flush()
 
 

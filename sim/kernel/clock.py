@@ -16,7 +16,16 @@ import numpy as np
 import simpy
 from simpy.events import NORMAL, Event
 
+MS = 1_000_000
+"""Nanoseconds in a millisecond."""
+NEVER = 1 << 62
+"""A time (ns) that does not come."""
 _FIRST_DRAWS, _MOST_DRAWS = 512, 65536
+
+
+def ns(ms: float | None) -> int:
+    """Milliseconds of a fault, none when it names none, in ns."""
+    return round((ms or 0.0) * MS)
 
 
 def stream(seed: int, name: str) -> np.random.Generator:

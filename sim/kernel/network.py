@@ -6,13 +6,12 @@ from collections.abc import Callable
 from typing import Any
 
 from kvcover.faults import EventFault, Injector
-from kvcover.sim.kernel.clock import Clock
+from kvcover.sim.kernel.clock import MS, Clock
 from kvcover.sim.kernel.events import FaultFired, Listener, Message
 from kvcover.sim.kernel.history import History
 
 Address = tuple[str, int]
 Deliver = Callable[[Any], None]
-MS = 1_000_000
 
 
 class Network:

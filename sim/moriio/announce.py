@@ -5,30 +5,27 @@ It is decode's scheduler that does so; prefill's has the same code, and runs it 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvcover.sim.errors import PeerRefusal
 from kvcover.sim.kernel.events import Sent
 from kvcover.sim.kernel.network import Address, Deliver
-from kvcover.sim.moriio.legs import peer_address, pods_of
+from kvcover.sim.moriio.legs import peer_address, pods_of, ports_in_id
 from kvcover.sim.moriio.rank import Tables
 from kvcover.sim.moriio.transfer import Transfer
 from kvcover.sim.releases.maps import MOST_RANKS
 from kvcover.sim.releases.ports import fold
 from kvcover.sim.releases.sizes import as_int
+from kvcover.sim.scenario.context import Context
+from kvcover.sim.scenario.dispatch import Params
 from kvcover.sim.scenario.setup import Endpoint
-
-if TYPE_CHECKING:
-    from kvcover.sim.world import World
-
-Params = dict[str, Any]
 
 
 class Announcer:
     """The messages of one scheduler, that of DP rank `dp` of `me`."""
 
-    def __init__(self, world: World, me: Endpoint, dp: int, name: str) -> None:
-        self._world, self._me, self._dp, self._name = world, me, dp, name
+    def __init__(self, context: Context, me: Endpoint, dp: int, name: str) -> None:
+        self._context, self._me, self._dp, self._name = context, me, dp, name
 
     def blocks(self, transfer: Transfer, params: Params, transfer_id: Any, blocks: Tables) -> None:
         """Send our block ids to prefill's ranks, as many as this release counts."""
@@ -56,8 +53,8 @@ class Announcer:
                        lambda rank: rank.on_release(transfer_id, transfer, consumer, self._name))  # fmt: skip
 
     def _send(self, address: Address, transfer: Transfer, event: str, message: str, deliver: Deliver) -> None:
-        self._world.log(event, self._name, request=transfer.index, fields=Sent(address[1]))
-        self._world.network.send(self._name, address, transfer.index, message, deliver)
+        self._context.log(event, self._name, request=transfer.index, fields=Sent(address[1]))
+        self._context.network.send(self._name, address, transfer.index, message, deliver)
 
     def _is_ours(self, params: Params) -> bool:
         """Whether it is this DP rank that tells prefill of the request."""
@@ -66,8 +63,8 @@ class Announcer:
 
     def _prefill_ports(self, transfer: Transfer, params: Params, folded: bool) -> list[Address]:
         """Notify addresses of the prefill ranks that this release knows; unfolded ones know nothing of pods."""
-        release, peer = self._me.release, self._world.setup.prefill
-        host, _handshake, notify_port = peer_address(params, release.address, peer, self._world.named_ports(transfer, peer))
+        release, setup, peer = self._me.release, self._context.setup, self._context.setup.prefill
+        host, _handshake, notify_port = peer_address(params, release.address, peer, ports_in_id(setup, transfer, peer))
         dp = params.get("remote_dp_rank", 0)
         if not isinstance(dp, int):
             raise PeerRefusal("TypeError", f"remote_dp_rank {dp!r} in port arithmetic")

@@ -8,8 +8,9 @@ from typing import Any
 import msgspec
 
 from kvcover.sim.errors import PeerRefusal
+from kvcover.sim.moriio.transfer import Transfer
 from kvcover.sim.releases.sizes import as_int
-from kvcover.sim.scenario.setup import Endpoint
+from kvcover.sim.scenario.setup import Endpoint, Setup
 
 _ADDRESS_KEYS = ("remote_host", "remote_handshake_port", "remote_notify_port")
 
@@ -62,6 +63,14 @@ def check_hashable(transfer_id: Any) -> None:
     """What can be no key of a table ends the step that looks it up."""
     if isinstance(transfer_id, (list, dict)):
         raise PeerRefusal("TypeError", f"unhashable type: '{type(transfer_id).__name__}'")
+
+
+def ports_in_id(setup: Setup, transfer: Transfer, peer: Endpoint) -> tuple[int, int] | None:
+    """Handshake and notify base port of an instance as the request's id names them; None if ids name none."""
+    if not setup.scenario.request_id_addresses:
+        return None
+    off = transfer.ports_off["prefill" if peer is setup.prefill else "decode"]
+    return peer.handshake_port + off, peer.notify_port + off
 
 
 def peer_address(params: Mapping[str, Any], policy: str, peer: Endpoint, in_id: tuple[int, int] | None) -> tuple[str, int, int]:

@@ -6,35 +6,32 @@ In WRITE mode each rank's `Writer` pushes what it computed; in READ mode the blo
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Generator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Generator, Iterator
+from typing import Any
 
 import numpy as np
 
 from kvcover.sim.cache.ledger import Codes
 from kvcover.sim.errors import PeerRefusal
+from kvcover.sim.kernel.clock import NEVER
 from kvcover.sim.kernel.events import Raised, Stall
-from kvcover.sim.moriio.announce import Announcer
-from kvcover.sim.moriio.legs import Leg, mapped_id_of, read_leg, transfer_id_of
+from kvcover.sim.moriio.engine import Engine
+from kvcover.sim.moriio.legs import Leg
 from kvcover.sim.moriio.rank import Rank, Tables
-from kvcover.sim.moriio.transfer import BlockPool, Transfer, response_of
+from kvcover.sim.moriio.transfer import Transfer, response_of
+from kvcover.sim.moriio.write_job import Job
 from kvcover.sim.moriio.writer import Writer
-
-if TYPE_CHECKING:
-    from kvcover.sim.world import World
-
-NO_LIMIT = 1 << 62
+from kvcover.sim.scenario.context import Context
+from kvcover.sim.scenario.dispatch import Params
 
 
 class PrefillRank(Rank):
     """TP rank `tp` of one DP rank of prefill."""
 
     def __init__(self, engine: PrefillEngine, tp: int) -> None:
-        super().__init__(engine.world, engine.me.rank_name(engine.dp, tp))
+        super().__init__(engine.context, engine.me, engine.dp, tp)
         self.engine = engine
-        self.me = engine.me
-        self.tp = tp
-        self.writer = Writer(self)
+        self.writer = Writer(self, engine.contents, self._report)
         self._acks: dict[str, int] = {}
         self._released: set[str] = set()
 
@@ -43,9 +40,9 @@ class PrefillRank(Rank):
 
         `batch` holds the leg of those requests whose last chunk this is.
         """
-        clock, layers, writer, engine = self.world.clock, range(self.world.geometry.layers), self.writer, self.engine
-        layer_ns = self.world.timing.prefill_layer_ns
-        jobs = [writer.job(transfer, leg) for transfer, leg in batch if leg is not None and self.world.mode == "write"]
+        clock, layers, writer, engine = self.context.clock, range(self.context.geometry.layers), self.writer, self.engine
+        layer_ns = self.context.timing.prefill_layer_ns
+        jobs = [writer.job(transfer, leg) for transfer, leg in batch if leg is not None and self.context.mode == "write"]
         for layer in layers:
             yield clock.timeout(layer_ns)
             if self.gone:
@@ -69,7 +66,7 @@ class PrefillRank(Rank):
 
     def _wait(self, wait_ns: int) -> Generator[Any, None, None]:
         """The forward stands still in a layer; the executor kills the engine if that makes the step too long."""
-        clock, engine = self.world.clock, self.engine
+        clock, engine = self.context.clock, self.engine
         left = engine.step_limit_at - clock.now
         if wait_ns > left:
             yield clock.timeout(max(left, 0))
@@ -78,26 +75,33 @@ class PrefillRank(Rank):
 
     def _stand_still(self) -> Generator[Any, None, None]:
         """A planned stall of this rank; in a collective the others wait for it."""
-        clock = self.world.clock
+        clock = self.context.clock
         while (until := self.stalled_until(clock.now)) > clock.now:
-            self.world.log("stalled", self.name, fields=Stall(until - clock.now))
+            self.context.log("stalled", self.name, fields=Stall(until - clock.now))
             yield from self._wait(until - clock.now)
+
+    def _report(self, job: Job) -> None:
+        """Report a transfer finished, whether it went well or not."""
+        # A rank whose id the scheduler doesn't map is never matched to a request, nor, in most releases, is no id at all.
+        known = job.id in self.engine.known
+        if job.leg is None or (known and (job.leg.transfer_id is not None or self.me.release.null_id == "matched")):
+            self.engine.report(job.transfer, self.name)
 
     def on_blocks_ready(self, transfer_id: Any, transfer: Transfer, blocks: Tables, decode_dp: int) -> None:
         """Decode's scheduler told us where the blocks go."""
         if not blocks:
             self.poison("an empty remote_blocks", transfer, "D")
             return
-        self.world.log("blocks_ready", self.name, request=transfer.index)
+        self.context.log("blocks_ready", self.name, request=transfer.index)
         self.writer.blocks_ready(transfer_id, transfer, blocks, decode_dp)
 
     def on_release(self, transfer_id: Any, transfer: Transfer, consumer_tp: int, sender: str) -> None:
         """Decode no longer needs our blocks; counted until the release's rule is met. In WRITE it never needed them."""
-        self.world.log("release", self.name, sender, transfer.index)
+        self.context.log("release", self.name, sender, transfer.index)
         key = str(transfer_id)
         if key in self._released or key not in self.engine.known:
             return
-        if self.world.mode == "write":
+        if self.context.mode == "write":
             self.writer.drop(transfer_id, transfer)
         self._acks[key] = self._acks.get(key, 0) + 1
         try:
@@ -113,7 +117,7 @@ class PrefillRank(Rank):
 class Waiting:
     """A request in the prefill engine: what is computed of it, and the event that the router waits for."""
 
-    def __init__(self, transfer: Transfer, params: dict[str, Any], leg: Leg | None, answer: Any) -> None:
+    def __init__(self, transfer: Transfer, params: Params, leg: Leg | None, answer: Any) -> None:
         self.transfer = transfer
         self.params = params
         self.leg = leg
@@ -122,24 +126,18 @@ class Waiting:
         self.saved = False
 
 
-class PrefillEngine:
+class PrefillEngine(Engine):
     """Scheduler and executor of one prefill DP rank."""
 
-    def __init__(self, world: World, dp: int) -> None:
-        self.world = world
-        self.me = world.setup.prefill
-        self.dp = dp
-        self.name = self.me.letter + (str(dp) if self.me.dp > 1 else "")
-        fixed = {b for r in world.setup.requests if r.prefill_dp == dp for b in r.prefill_blocks or ()}
-        self.pool = BlockPool(self.me.shape.num_blocks, fixed)
+    ranks: list[PrefillRank]
+
+    def __init__(self, context: Context, dp: int, refuses: Callable[[], str]) -> None:
+        fixed = {b for r in context.setup.requests if r.prefill_dp == dp for b in r.prefill_blocks or ()}
+        super().__init__(context, context.setup.prefill, dp, fixed, refuses)
         self.contents: Codes = np.zeros(self.me.shape.num_blocks, dtype=np.int64)
-        self.announce = Announcer(world, self.me, dp, self.name)
-        self.crashed = False
-        self.started = True
-        self._early: list[tuple[Transfer, dict[str, Any], Any]] = []  # legs that came before all ranks were there
         self._arrived = 0  # ranks that wait in the collective of a layer
-        self._all_met = world.clock.event()
-        self._died = world.clock.event()
+        self._all_met = context.clock.event()
+        self._died = context.clock.event()
         self.step_limit_at = 0
         self.ranks = [PrefillRank(self, tp) for tp in range(self.me.tp)]
         self._queue: deque[Waiting] = deque()  # not yet admitted: the pool is full
@@ -151,24 +149,23 @@ class PrefillEngine:
         self.known: dict[str, Transfer] = {}  # by transfer id
         self._reaped: set[int] = set()
 
-    def submit(self, transfer: Transfer, params: dict[str, Any], answer: Any) -> None:
-        """A leg arrived; `answer` is the event that the router waits for."""
+    def submit(self, transfer: Transfer, params: Params, answer: Any) -> None:
         transfer.prefill_dp = self.dp
-        if not self.started:
-            self._early.append((transfer, params, answer))
-            return
+        super().submit(transfer, params, answer)
+
+    def take(self, transfer: Transfer, params: Params, answer: Any) -> None:
         if self.crashed:
             answer.succeed(None)
             return
-        if self.me.release.unsupported == "request_refused" and (why := self.world.refuses()):
-            self.world.refuse(transfer, self.name, why)
+        if self.me.release.unsupported == "request_refused" and (why := self.refuses()):
+            self.refuse(transfer, why)
             answer.succeed(None)
             return
         try:
-            mapped = self._mapped_id(transfer, params) if params else None
+            mapped = self.mapped_id(transfer, params) if params else None
             leg = self._read(transfer, params)
         except PeerRefusal as refusal:
-            self._refuse_or_crash(transfer, refusal)
+            self.refuse_or_crash(transfer, refusal)
             answer.succeed(None)
             return
         if params.get("do_remote_decode"):
@@ -176,39 +173,19 @@ class PrefillEngine:
         self._queue.append(Waiting(transfer, params, leg, answer))
         self._start()
 
-    def start(self) -> None:
-        """All ranks are there: take what has come so far."""
-        self.started = True
-        early, self._early = self._early, []
-        for transfer, params, answer in early:
-            self.submit(transfer, params, answer)
-
     def _start(self) -> None:
         if not self._stepping:
             self._stepping = True
-            self.world.clock.process(self._steps())
+            self.context.clock.process(self._steps())
 
-    def _refuse_or_crash(self, transfer: Transfer, refusal: PeerRefusal) -> None:
-        if self.me.release.leg_error == "request_refused":
-            self.world.refuse(transfer, self.name, refusal.text)
-        else:
-            self.crash(Raised.by(refusal), transfer)
-
-    def _read(self, transfer: Transfer, params: dict[str, Any]) -> Leg | None:
+    def _read(self, transfer: Transfer, params: Params) -> Leg | None:
         """The leg as a write job needs it; None for a request that is not to be decoded elsewhere."""
         if not params.get("do_remote_decode"):
             return None
-        if self.world.mode == "read" and self.me.release.prefill_leg_read == "write_only":
-            self._transfer_id(transfer, params)
+        if self.context.mode == "read" and self.me.release.prefill_leg_read == "write_only":
+            self.transfer_id(transfer, params)
             return None
-        peer = self.world.setup.decode
-        return read_leg(params, self.me, peer, f"P-{transfer.index}", self.world.named_ports(transfer, peer))
-
-    def _mapped_id(self, transfer: Transfer, params: dict[str, Any]) -> Any:
-        return mapped_id_of(params, self.me.release.transfer_id_missing, f"P-{transfer.index}")
-
-    def _transfer_id(self, transfer: Transfer, params: dict[str, Any]) -> Any:
-        return transfer_id_of(params, self.me.release.transfer_id_missing, f"P-{transfer.index}")
+        return self.read_leg(transfer, params, self.context.setup.decode)
 
     # -- steps ------------------------------------------------------------------------------------------------
 
@@ -217,7 +194,7 @@ class PrefillEngine:
         while self._queue and not self.crashed:
             waiting = self._queue[0]
             request = waiting.transfer.request
-            count = self.world.block_count(request, self.me)
+            count = self.block_count(request)
             if not self.pool.fits(count, request.prefill_blocks):
                 return
             tables = self.pool.take_tables(request, self.me, request.prefill_blocks)
@@ -226,7 +203,7 @@ class PrefillEngine:
                     last.source_reused = True
                 self._last_owner[block] = waiting.transfer
             waiting.transfer.prefill_tables = tables
-            self.world.log("allocated", self.name, request=request.index)
+            self.context.log("allocated", self.name, request=request.index)
             for blocks in tables:
                 self.contents[blocks] = 0
             self._running.append(self._queue.popleft())
@@ -235,28 +212,28 @@ class PrefillEngine:
     def _announce(self, waiting: Waiting) -> None:
         """A leg that asks prefill for a remote prefill: its scheduler tells its own ranks what decode's would tell them."""
         params, transfer = waiting.params, waiting.transfer
-        if self.world.mode != "write" or not params.get("do_remote_prefill"):
+        if self.context.mode != "write" or not params.get("do_remote_prefill"):
             return
         assert transfer.prefill_tables is not None
         try:
             blocks = [table.tolist() for table in transfer.prefill_tables]
-            self.announce.nothing(transfer, params, self._transfer_id(transfer, params), blocks)
+            self.announce.nothing(transfer, params, self.transfer_id(transfer, params), blocks)
         except PeerRefusal as refusal:
-            self._refuse_or_crash(transfer, refusal)
+            self.refuse_or_crash(transfer, refusal)
 
     def _steps(self) -> Generator[Any, None, None]:
         """Run admitted requests in batches, chunk by chunk, until there are none."""
-        clock = self.world.clock
+        clock = self.context.clock
         yield clock.timeout(1)  # legs that arrive at one instant are in one step, as on the real connector
         self._admit()
         while self._running and not self.crashed:
-            if (delay := self.world.step_delay("prefill")) > 0:
+            if (delay := self.faults.step_delay("prefill")) > 0:
                 yield clock.timeout(delay)
             chunk = self._next_chunk()
             if not chunk:
                 break  # the scheduler died over it
             limit_s = self.me.side.executor_timeout_s
-            self.step_limit_at = NO_LIMIT if limit_s is None else clock.now + round(limit_s * 1e9)
+            self.step_limit_at = NEVER if limit_s is None else clock.now + round(limit_s * 1e9)
             forwards = [clock.process(self._guarded(rank, chunk)) for rank in self.ranks]
             yield clock.all_of(forwards) | self._died  # a rank that died leaves others waiting in a collective
             self._conclude_step()
@@ -269,7 +246,7 @@ class PrefillEngine:
 
     def _next_chunk(self) -> list[tuple[Transfer, Leg | None]]:
         """Whom this step computes, each with its leg if it is to be written in this step."""
-        budget = self.me.side.max_tokens_per_step or NO_LIMIT
+        budget = self.me.side.max_tokens_per_step or NEVER
         chunk: list[tuple[Transfer, Leg | None]] = []
         for waiting in self._running:
             tokens = min(budget, waiting.transfer.request.prompt_tokens - waiting.computed)
@@ -287,7 +264,7 @@ class PrefillEngine:
 
     def _stumbles(self, waiting: Waiting) -> bool:
         """The scheduler looks a request up whose prompt goes on; some releases insist that they have it (K34)."""
-        again = waiting.computed > 0 and self.world.mode == "write" and not waiting.params.get("do_remote_decode")
+        again = waiting.computed > 0 and self.context.mode == "write" and not waiting.params.get("do_remote_decode")
         if not again or self.me.release.plain_chunks != "key_error":
             return False
         self.crash(Raised("KeyError", f"'P-{waiting.transfer.index}'", "plain_chunks"), waiting.transfer)
@@ -323,7 +300,7 @@ class PrefillEngine:
         met = self._all_met
         self._arrived += 1
         if self._arrived == self.me.tp:
-            self._arrived, self._all_met = 0, self.world.clock.event()
+            self._arrived, self._all_met = 0, self.context.clock.event()
             met.succeed()
         return met
 
@@ -334,7 +311,7 @@ class PrefillEngine:
             if self.crashed or waiting.computed < waiting.transfer.request.prompt_tokens:
                 still.append(waiting)
             else:
-                stopped = self.world.planned_for("stop-at-prefill", waiting.transfer)
+                stopped = self.faults.hits("stop-at-prefill", waiting.transfer)
                 self._finish(waiting.transfer, waiting.params, stopped)
                 remote = waiting.params.get("do_remote_decode") and not stopped
                 waiting.answer.succeed(response_of(waiting.params, self.me, self.dp, waiting.transfer) if remote else {})
@@ -342,15 +319,15 @@ class PrefillEngine:
 
     # -- blocks -----------------------------------------------------------------------------------------------
 
-    def _finish(self, transfer: Transfer, params: dict[str, Any], stopped: bool) -> None:
+    def _finish(self, transfer: Transfer, params: Params, stopped: bool) -> None:
         """The prompt is computed: keep the blocks for decode, with or without a timer, or free them."""
         if not params.get("do_remote_decode") or stopped:
             self._free(transfer, "freed")
             self._free_if_reported(transfer)
             return
         self._finished.add(transfer.index)
-        if self.me.release.reaper == "both_modes" or self.world.mode == "read":
-            self.world.clock.after(self.world.setup.defer_timeout_ns, lambda _event: self._reap(transfer))
+        if self.me.release.reaper == "both_modes" or self.context.mode == "read":
+            self.context.clock.after(self.context.setup.defer_timeout_ns, lambda _event: self._reap(transfer))
         self._free_if_reported(transfer)
 
     def _reap(self, transfer: Transfer) -> None:
@@ -364,7 +341,7 @@ class PrefillEngine:
         """A rank reported the transfer finished; the executor counts reports and does not ask from whom."""
         if transfer.index in self._reaped:
             return
-        self.world.log("released", rank, request=transfer.index)
+        self.context.log("released", rank, request=transfer.index)
         self._reports[transfer.index] = self._reports.get(transfer.index, 0) + 1
         self._free_if_reported(transfer)
 
@@ -382,20 +359,19 @@ class PrefillEngine:
     def _free(self, transfer: Transfer, kind: str) -> None:
         if self.pool.give_back(transfer.index):
             transfer.timer_fired |= kind == "reaped"
-            self.world.log(kind, self.name, request=transfer.index)
+            self.context.log(kind, self.name, request=transfer.index)
             self._start()
 
-    def die(self) -> list[int]:
-        """All processes of the engine end. Returns the requests that were in it."""
-        for rank in self.ranks:
-            rank.die()
-        inside = [*self.pool.held, *(waiting.transfer.index for waiting in self._queue), *(early[0].index for early in self._early)]
-        self.pool.held.clear()
-        return inside
+    def not_admitted(self) -> Iterator[int]:
+        return (waiting.transfer.index for waiting in self._queue)
+
+    def cut_off(self, transfer: Transfer) -> bool:
+        """Prefill's part may be over; if not, the router finds that out when it waits for prefill's answer."""
+        if not transfer.went:
+            transfer.bad_end = "crash"
+        return False
 
     def crash(self, raised: Raised, transfer: Transfer | None, where: str = "") -> None:
-        """The engine is lost, and with it every request in it."""
         if not self.crashed:
-            self.crashed = True
             self._died.succeed()
-            self.world.log("crashed", where or self.name, request=transfer.index if transfer else -1, fields=raised)
+        super().crash(raised, transfer, where)

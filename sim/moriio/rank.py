@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvcover.sim.cache.ledger import Copy
 from kvcover.sim.kernel.events import ASTRAY, Message, Stray
 from kvcover.sim.moriio.transfer import Transfer
-
-if TYPE_CHECKING:
-    from kvcover.sim.world import World
-
+from kvcover.sim.scenario.context import Context
+from kvcover.sim.scenario.setup import Endpoint
 
 Tables = list[list[int]]
 """Block ids by block table."""
+AgentKey = tuple[int, int | None]
+"""A session with a rank of the peer: its DP rank, and its TP rank where there are several of that DP rank."""
 
 
 class Nic:
@@ -56,11 +56,17 @@ class Nic:
 
 
 class Rank:
-    """One TP rank. A message meant for the other role is a poison: the notify thread logs it and ends for good."""
+    """TP rank `tp` of DP rank `dp` of `me`.
 
-    def __init__(self, world: World, name: str) -> None:
-        self.world = world
-        self.name = name
+    A message meant for the other role is a poison: the notify thread logs it and ends for good.
+    """
+
+    def __init__(self, context: Context, me: Endpoint, dp: int, tp: int) -> None:
+        self.context = context
+        self.me = me
+        self.dp = dp
+        self.tp = tp
+        self.name = me.rank_name(dp, tp)
         self.nic = Nic()
         self.deaf = False
         self.gone = False  # the process is dead, and with it its memory
@@ -84,7 +90,7 @@ class Rank:
     def poisoned_by(self, what: str, sender: str, request: int = -1) -> None:
         """The notify thread ends for good; senders go on sending and never learn."""
         self.deaf = True
-        self.world.log("poisoned", self.name, sender, request, fields=Message(what))
+        self.context.log("poisoned", self.name, sender, request, fields=Message(what))
 
     def on_blocks_ready(self, transfer_id: Any, transfer: Transfer, blocks: Tables, decode_dp: int) -> None:
         self.poison("remote_blocks at a decode rank", transfer, "D")
@@ -100,6 +106,6 @@ class Rank:
 
     def land(self, layer: int, copy: Copy, transfer: Transfer, source: str, kind: str) -> None:
         """Bytes landed at a rank that is nobody's decode rank: all of them are astray."""
-        self.world.stray += len(copy.where)
-        self.world.log("stray", self.name, source, transfer.index, layer, Stray(len(copy.where)))
-        self.world.log(kind, source, self.name, transfer.index, layer, ASTRAY)
+        self.context.stray += len(copy.where)
+        self.context.log("stray", self.name, source, transfer.index, layer, Stray(len(copy.where)))
+        self.context.log(kind, source, self.name, transfer.index, layer, ASTRAY)

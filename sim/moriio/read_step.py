@@ -2,28 +2,64 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Generator
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from kvcover.sim.errors import PeerRefusal
+from kvcover.sim.kernel.clock import NEVER
 from kvcover.sim.kernel.events import Raised, Stall
+from kvcover.sim.moriio.decode_rank import DecodeRank
 from kvcover.sim.moriio.legs import Leg
-from kvcover.sim.moriio.reader import NEVER, Landing, Source
+from kvcover.sim.moriio.reader import Landing, Source
 from kvcover.sim.moriio.transfer import Transfer
+from kvcover.sim.scenario.context import Context
+from kvcover.sim.scenario.setup import Endpoint
 
-if TYPE_CHECKING:
-    from kvcover.sim.moriio.decode import DecodeEngine, DecodeRank
+
+class LazyReads:
+    """READ with lazy handshakes: when a step of the engine began to dial and how long it waits (ns), and the reads it put off."""
+
+    def __init__(self) -> None:
+        self.dialling = (-1, 0)
+        self.put_off: deque[tuple[ReadStep, Leg, list[list[int]]]] = deque()
+
+
+class Scheduler(Protocol):
+    """What a step asks of the decode engine whose request it runs."""
+
+    context: Context
+    me: Endpoint
+    name: str
+    ranks: list[DecodeRank]
+    lazy: LazyReads
+    crashed: bool
+
+    def note_go(self, transfer: Transfer) -> None:
+        """From here on the request uses its cells."""
+
+    def compute_locally(self, transfer: Transfer) -> None:
+        """Decode prefills by itself."""
+
+    def end(self, transfer: Transfer) -> None:
+        """The request has its tokens."""
+
+    def fail(self, transfer: Transfer, why: str) -> None:
+        """The request does not get its KV."""
+
+    def crash(self, raised: Raised, transfer: Transfer | None, where: str = "") -> None:
+        """The engine is lost."""
 
 
 class ReadStep:
     """One step of one request on all ranks of a decode engine. `run` is a SimPy process."""
 
-    def __init__(self, engine: DecodeEngine, transfer: Transfer) -> None:
+    def __init__(self, engine: Scheduler, transfer: Transfer) -> None:
         self.engine = engine
         self.transfer = transfer
-        self.world = engine.world
+        self.context = engine.context
         self.me = engine.me
         self._dials = self._put_off = False  # the step has handshakes, and reads for this request, or for another one
 
@@ -41,8 +77,8 @@ class ReadStep:
             return
         if any(landing.error for landing in landings.values()) and self.me.release.read_failure == "load_errors":
             last = max(ns for landing in landings.values() for ns in landing.done_ns if ns < NEVER)
-            yield self.world.clock.timeout(max(last + 1 - self.world.clock.now, 1))
-            if self.world.geometry.has_states and self.me.release.failed_states == "raises":
+            yield self.context.clock.timeout(max(last + 1 - self.context.clock.now, 1))
+            if self.context.geometry.has_states and self.me.release.failed_states == "raises":
                 raise PeerRefusal("TransferError", "a read failed in a model with recurrent states", "failed_states")
             if len(self.me.tables) > 1 and self.me.release.failed_blocks == "one_table":
                 text = "a read failed: the scheduler takes failed blocks of one block table only"
@@ -58,10 +94,10 @@ class ReadStep:
         for rank in self.engine.ranks:
             if leg is None or (lazy and not rank.reader.agents):
                 continue  # or it warned that no session is there and goes on without data
-            sources = self._plan(rank, leg, local)
+            sources, tps = self._plan(rank, leg, local)
             landing = landings[rank.tp] = rank.reader.post(sources, self.transfer)
             if landing.refusal is None and not self._dies_early(landing):
-                self._close_read(rank, leg, sources, landing)
+                self._close_read(rank, leg, tps, landing)
         for landing in landings.values():
             if landing.refusal is not None:
                 raise landing.refusal
@@ -69,18 +105,18 @@ class ReadStep:
 
     def _post_put_off(self) -> None:
         """A step that reads also reads for one request whose turn did not come in its own step: too late for its forward."""
-        if self.engine.put_off:
-            step, leg, local = self.engine.put_off.popleft()
+        if self.engine.lazy.put_off:
+            step, leg, local = self.engine.lazy.put_off.popleft()
             step._post(leg, local)
 
-    def _plan(self, rank: DecodeRank, leg: Leg, local: list[list[int]]) -> list[Source]:
+    def _plan(self, rank: DecodeRank, leg: Leg, local: list[list[int]]) -> tuple[list[Source], list[int]]:
+        """What a rank reads, and the prefill ranks whose blocks it releases then."""
         if not any(local) and self._releases_without_session():
-            anyone = self.world.prefills[0].ranks[0]  # nothing is read: only the numbers count
-            return [Source(target.tp_rank, anyone, []) for target in rank.reader.targets(leg)]
+            return [], [target.tp_rank for target in rank.reader.targets(leg)]
         sources = rank.reader.plan(leg, self.transfer, local)
         if self.me.release.read_pairing == "remote_tail_as_local":  # may name blocks of others
             self.transfer.own_blocks_only &= all(self._hits_own_blocks(source, local[0]) for source in sources)
-        return sources
+        return sources, [source.tp for source in sources]
 
     def _hits_own_blocks(self, source: Source, own: list[int]) -> bool:
         for group, (copy, _) in zip(self.me.groups, source.batches, strict=False):
@@ -96,19 +132,19 @@ class ReadStep:
 
     def _share_the_wait(self, leg: Leg, local: list[list[int]], wait: int) -> int:
         """Lazy handshakes: in some releases a step that dials reads for its first request alone. Returns how long it waits."""
-        now, engine = self.world.clock.now, self.engine
+        now, engine = self.context.clock.now, self.engine
         if wait:
-            self._dials, engine.dialling = True, (now, wait)
-        elif engine.dialling[0] == now and self.me.release.read_queue == "one_a_step":
+            self._dials, engine.lazy.dialling = True, (now, wait)
+        elif engine.lazy.dialling[0] == now and self.me.release.read_queue == "one_a_step":
             self._put_off = True
-            self.world.log("put_off", engine.name, request=self.transfer.index)
-            engine.put_off.append((self, leg, local))
-            wait = engine.dialling[1] + 1  # the reads of the step are posted before, and may end it
+            self.context.log("put_off", engine.name, request=self.transfer.index)
+            engine.lazy.put_off.append((self, leg, local))
+            wait = engine.lazy.dialling[1] + 1  # the reads of the step are posted before, and may end it
         return wait
 
     def _handshake(self, leg: Leg, local: list[list[int]]) -> Generator[Any, None, bool]:
         """Every rank handshakes with its peers; eager kinds vote, and wait for a port that nobody bound. False: in vain."""
-        clock, eager = self.world.clock, self.me.release.read_handshake != "lazy"
+        clock, eager = self.context.clock, self.me.release.read_handshake != "lazy"
         dials, dead = 0, False
         for rank in self.engine.ranks:
             reader, known = rank.reader, len(rank.reader.agents)
@@ -124,7 +160,7 @@ class ReadStep:
                     return False
                 keys = reader.keys(leg)
             dials = max(dials, len(reader.agents) - known)
-        wait = self.world.setup.transfer_timeout_ns if dead else dials * self.world.timing.handshake_ns
+        wait = self.context.setup.transfer_timeout_ns if dead else dials * self.context.timing.handshake_ns
         if not eager and not dead:
             wait = self._share_the_wait(leg, local, wait)
         if wait:
@@ -133,17 +169,17 @@ class ReadStep:
 
     def _wait_for_port(self, rank: DecodeRank) -> Generator[Any, None, bool]:
         """The step stands still until somebody binds the port, or patience ends: ours (False), or the executor's (it raises)."""
-        clock, bound = self.world.clock, self.world.clock.event()
+        clock, bound = self.context.clock, self.context.clock.event()
         assert rank.reader.dead is not None
-        self.world.log("stalled", rank.name, fields=Stall(None))
+        self.context.log("stalled", rank.name, fields=Stall(None))
 
         def was_bound() -> None:
             bound.succeed()
 
-        self.world.network.when_bound(rank.reader.dead, was_bound)
+        self.context.network.when_bound(rank.reader.dead, was_bound)
         limit_s = self.me.side.executor_timeout_s
         if self.me.release.read_handshake == "eager_bounded":
-            yield bound | clock.timeout(self.world.setup.transfer_timeout_ns)
+            yield bound | clock.timeout(self.context.setup.transfer_timeout_ns)
         elif limit_s is None:
             yield bound
         else:
@@ -152,11 +188,11 @@ class ReadStep:
                 raise PeerRefusal("TimeoutError", f"the executor waited {limit_s:g} s for a step")
         return bool(bound.triggered)
 
-    def _close_read(self, rank: DecodeRank, leg: Leg, sources: list[Source], landing: Landing) -> None:
+    def _close_read(self, rank: DecodeRank, leg: Leg, tps: list[int], landing: Landing) -> None:
         """When the read counts as done: note it and release prefill's blocks. A refused read releases as well."""
-        clock, release = self.world.clock, self.me.release
+        clock, release = self.context.clock, self.me.release
         at = landing.done_ns[-1] if release.read_done == "last_layer" else max(landing.done_ns)
-        limited = release.recv_abort == "silent" and at - clock.now > self.world.setup.recv_abort_timeout_ns
+        limited = release.recv_abort == "silent" and at - clock.now > self.context.setup.recv_abort_timeout_ns
         if at >= NEVER or limited:
             return  # never over, or dropped at the receive limit: prefill is told nothing
 
@@ -164,9 +200,9 @@ class ReadStep:
             if self.engine.crashed:
                 return
             if not landing.error:
-                self.world.log("told", rank.name, request=self.transfer.index)
+                self.context.log("told", rank.name, request=self.transfer.index)
             try:
-                rank.reader.send_release(leg, sources, self.transfer)
+                rank.reader.send_release(leg, tps, self.transfer)
             except PeerRefusal as refusal:
                 self.engine.crash(Raised.by(refusal), self.transfer, rank.name)
 
@@ -177,7 +213,7 @@ class ReadStep:
 
         With recurrent states it waits for theirs, in 0.33.0 for all (measured, 0.31.0-0.33.0).
         """
-        geometry, release = self.world.geometry, self.me.release
+        geometry, release = self.context.geometry, self.me.release
         raises = release.failed_states == "raises" and release.read_failure == "load_errors"
         if not landing.error or not geometry.has_states or not raises:
             return False
@@ -185,7 +221,7 @@ class ReadStep:
 
     def _use(self, landings: dict[int, Landing]) -> Generator[Any, None, None]:
         """Run the forward; what each layer holds when it is used depends on the barrier."""
-        clock, layers, layer_ns = self.world.clock, self.world.geometry.layers, self.world.timing.decode_layer_ns
+        clock, layers, layer_ns = self.context.clock, self.context.geometry.layers, self.context.timing.decode_layer_ns
         barrier = self._barrier()
         if barrier.startswith("step") and not (yield from self._await_all(landings)):
             self.engine.fail(self.transfer, "reads still in flight at the transfer timeout")
@@ -197,7 +233,7 @@ class ReadStep:
             if barrier == "per_layer":
                 land = max((landing.done_ns[layer] for landing in landings.values()), default=clock.now)
                 if land >= clock.now:
-                    yield clock.timeout(min(land + 1 - clock.now, self.world.setup.transfer_timeout_ns))
+                    yield clock.timeout(min(land + 1 - clock.now, self.context.setup.transfer_timeout_ns))
             for rank in self.engine.ranks:
                 rank.look(self.transfer, layer)
             yield clock.timeout(layer_ns)
@@ -214,11 +250,11 @@ class ReadStep:
 
     def _await_all(self, landings: dict[int, Landing]) -> Generator[Any, None, bool]:
         """Wait for every read of the step; False if the request fails because one takes too long."""
-        clock = self.world.clock
+        clock = self.context.clock
         last = max((max(landing.done_ns) for landing in landings.values()), default=clock.now)
         wait = last + 1 - clock.now
-        if wait > self.world.setup.transfer_timeout_ns:
-            yield clock.timeout(self.world.setup.transfer_timeout_ns)
+        if wait > self.context.setup.transfer_timeout_ns:
+            yield clock.timeout(self.context.setup.transfer_timeout_ns)
             if self.me.release.read_barrier == "step":
                 raise PeerRefusal("TransferError", "reads still in flight at the transfer timeout", "read_barrier")
             return self.me.release.read_barrier != "step_or_fail"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -14,17 +14,15 @@ from kvcover.sim.cache.geometry import CacheShape, Geometry, check_slices
 from kvcover.sim.cache.layers import Group
 from kvcover.sim.cache.ledger import Copy, SourceCache
 from kvcover.sim.errors import PeerRefusal
+from kvcover.sim.kernel.clock import NEVER
 from kvcover.sim.kernel.events import Dial, Failed, Sent
+from kvcover.sim.moriio.effects import broken_session, transfer_effect
 from kvcover.sim.moriio.legs import Leg
+from kvcover.sim.moriio.prefill import PrefillRank
+from kvcover.sim.moriio.rank import AgentKey, Rank
 from kvcover.sim.moriio.transfer import Transfer
-from kvcover.sim.moriio.writer import NEVER, AgentKey
 from kvcover.sim.releases.maps import MOST_HEADS, MOST_RANKS, Target
 from kvcover.sim.releases.sizes import as_int
-
-if TYPE_CHECKING:
-    from kvcover.sim.moriio.decode import DecodeRank
-    from kvcover.sim.moriio.prefill import PrefillRank
-
 
 Pairs = list[tuple[int, int]]  # (our block, prefill's block)
 
@@ -58,17 +56,17 @@ class Landing(NamedTuple):
 class Reader:
     """The read side of one decode rank."""
 
-    def __init__(self, rank: DecodeRank, dp: int) -> None:
+    def __init__(self, rank: Rank) -> None:
         self.rank = rank
-        self.world = rank.world
-        self.me = self.world.setup.decode
+        self.context = rank.context
+        self.me = rank.me
         self.name = rank.name
         self.agents: dict[AgentKey, Any] = {}
         self.dead: tuple[str, int] | None = None
-        self._reads_started = dp  # the round of flexible reads starts at the DP rank
-        rdma = self.world.setup.scenario.rdma
+        self._reads_started = rank.dp  # the round of flexible reads starts at the DP rank
+        rdma = self.context.setup.scenario.rdma
         self._sq_depth = rdma.sq_depth * rdma.queue_pairs
-        self._faulted = self.world.injector.plans("transfer")
+        self._faulted = self.context.injector.plans("transfer")
 
     # -- handshake --------------------------------------------------------------------------------------------
 
@@ -88,13 +86,13 @@ class Reader:
             dialled = tp if tp is not None else self.targets(leg)[0].tp_rank
             # READ knows one host only, and no pods.
             port = leg.handshake_port + self.me.release.call("dial")(dp, dialled, as_int(leg.peer_tp))
-            rank = self.world.network.owner((leg.host, port))
+            rank = self.context.network.owner((leg.host, port))
             if rank is None:
                 self.dead = (leg.host, port)
-                self.world.log("dial_dead", self.name, fields=Dial(port, dp, dialled))
+                self.context.log("dial_dead", self.name, fields=Dial(port, dp, dialled))
                 return False
             self.agents[dp, tp] = rank
-            self.world.log("dialled", self.name, rank.name, fields=Dial(port, dp, dialled))
+            self.context.log("dialled", self.name, rank.name, fields=Dial(port, dp, dialled))
         return True
 
     def targets(self, leg: Leg) -> list[Target]:
@@ -103,14 +101,14 @@ class Reader:
         if not isinstance(leg.peer_tp, (int, float)):
             raise PeerRefusal("TypeError", f"TP size {leg.peer_tp!r} is compared with a number")
         size = release.call("unknown_tp_map")(leg.peer_tp, self.me.tp)
-        targets: list[Target] = release.call("read_map")(self.rank.tp, self.me.tp, size, self.world.geometry)
+        targets: list[Target] = release.call("read_map")(self.rank.tp, self.me.tp, size, self.context.geometry)
         return targets
 
     def _flexible(self, leg: Leg) -> bool:
         return (
             self.me.release.read_flex == "mla_tp1"
             and self.me.tp == 1
-            and self.world.geometry.mla
+            and self.context.geometry.mla
             and as_int(leg.dp_size) == 1
             and as_int(leg.peer_tp) > 1
         )
@@ -157,7 +155,7 @@ class Reader:
 
     def _check_states(self, leg: Leg) -> None:
         """Recurrent states are read at equal TP only."""
-        if not self.world.geometry.has_states:
+        if not self.context.geometry.has_states:
             return
         size = self.me.release.call("unknown_tp_states_read")(leg.peer_tp, self.me.tp)
         if size != self.me.tp:
@@ -166,7 +164,7 @@ class Reader:
 
     def _guarded(self, kind: Geometry) -> Geometry:
         """A kind of layer as the guard sees it: how many heads there are in all it takes from the model's config."""
-        model = self.world.geometry
+        model = self.context.geometry
         return msgspec.structs.replace(kind, kv_heads=MOST_HEADS) if model.mla and not kind.mla else kind
 
     def _batches(self, target: Target, rank: PrefillRank, pairs: list[Pairs], refused_at: int) -> list[Batch]:
@@ -202,7 +200,7 @@ class Reader:
             sliced = mine.advertised != advertised.advertised
         if sliced:
             # A map names the heads of the model as a whole; with layers of two kinds TP is equal, so all heads.
-            count = mine.heads if self.world.geometry.mixed or geometry.state else target.count
+            count = mine.heads if self.context.geometry.mixed or geometry.state else target.count
             if my_group.layers[0] < refused_at:
                 self._check_slice(mine, theirs, target, count)
             return head_slices(geometry, source, mine, remote, local, Slice(target.remote, target.local, count))
@@ -244,14 +242,14 @@ class Reader:
 
     def post(self, sources: list[Source], transfer: Transfer) -> Landing:
         """Post the reads of all layers; what lands when, and what MoRI refuses or a planned fault spoils."""
-        clock, layers = self.world.clock, self.world.geometry.layers
+        clock, layers = self.context.clock, self.context.geometry.layers
         if transfer.posted_ns < 0:
             transfer.posted_ns = clock.now
         done, error, bad = [clock.now] * layers, "", set()
         for source in sources:
             if any(copy is None and entries for copy, entries in source.batches):
                 error = "length out of range"
-                self.world.log("transfer_failed", self.name, source.rank.name, transfer.index, fields=Failed(error, "bounds"))
+                self.context.log("transfer_failed", self.name, source.rank.name, transfer.index, fields=Failed(error, "bounds"))
             for layer in range(min(layers, source.refused_at) if source.batches else 0):
                 copy, entries = source.batches[self.me.places[layer][0]]
                 if copy is not None:
@@ -262,29 +260,29 @@ class Reader:
 
     def _post_layer(self, source: Source, copy: Copy, entries: int, transfer: Transfer, layer: int, done: int) -> tuple[int, str]:
         """Post one batch; when its layer is over, and the error it ends with."""
-        clock, fabric = self.world.clock, self.world.fabric
+        clock, fabric = self.context.clock, self.context.fabric
         if source.rank.gone:
-            broken = self.world.broken_session()
-            self.world.log("transfer_failed", self.name, source.rank.name, transfer.index, layer, Failed(broken.error, "gone"))
+            broken = broken_session(self.context)
+            self.context.log("transfer_failed", self.name, source.rank.name, transfer.index, layer, Failed(broken.error, "gone"))
             return max(done, broken.done_at), broken.error
         busy_ns, post_at = fabric.occupancy_ns(copy.size_bytes, "read"), clock.now
-        careful = self._faulted or entries * self.world.geometry.layers > self._sq_depth
+        careful = self._faulted or entries * self.context.geometry.layers > self._sq_depth
         if careful:
             post_at = self.rank.nic.queue(clock.now, entries, self._sq_depth)
             if error := self._no_room(entries, post_at):
-                self.world.log("transfer_failed", self.name, source.rank.name, transfer.index, layer, Failed(error, "queue"))
+                self.context.log("transfer_failed", self.name, source.rank.name, transfer.index, layer, Failed(error, "queue"))
                 return done, error
         land = source.rank.nic.occupy(self.rank.nic, post_at, busy_ns) + fabric.tail_ns(busy_ns, "read")
         if not careful:
             self._land_at(land, source, copy, transfer, layer)
             return max(done, land), ""
         self.rank.nic.queued(land, entries)
-        effect = self.world.transfer_effect("read", source.rank.name, self.name, transfer.index, layer, land)
+        effect = transfer_effect(self.context, "read", source.rank.name, self.name, transfer.index, layer, land)
         error = effect.refused if self.me.release.sq_retry == "none" or effect.refused != "SQ full" else ""
         if effect.land_at is not None and not error:
             self._land_at(effect.land_at, source, copy.part(effect.fraction), transfer, layer)
         if error or effect.error:
-            self.world.log(
+            self.context.log(
                 "transfer_failed", self.name, source.rank.name, transfer.index, layer, Failed(error or effect.error, "planned")
             )
         return max(done, effect.done_at), error or effect.error
@@ -293,9 +291,9 @@ class Reader:
         """Why the send queue can't take a batch: READ tries again until the transfer timeout in 0.26+."""
         if entries > self._sq_depth:
             return "SQ request exceeds capacity"
-        patience = self.world.setup.transfer_timeout_ns if self.me.release.sq_retry == "read" else 0
-        patience = max(patience, round(self.world.setup.scenario.rdma.sq_wait_s * 1e9))
-        return "SQ full" if room_at - self.world.clock.now > patience else ""
+        patience = self.context.setup.transfer_timeout_ns if self.me.release.sq_retry == "read" else 0
+        patience = max(patience, round(self.context.setup.scenario.rdma.sq_wait_s * 1e9))
+        return "SQ full" if room_at - self.context.clock.now > patience else ""
 
     def _land_at(self, at: int, source: Source, copy: Copy, transfer: Transfer, layer: int) -> None:
         def landed(_event: Any) -> None:
@@ -305,7 +303,7 @@ class Reader:
             now = source.again()[self.me.places[layer][0]][0] if transfer.source_reused and source.again else copy
             self.rank.land(layer, now or copy, transfer, source.rank.name, "read")
 
-        clock = self.world.clock
+        clock = self.context.clock
         if at <= clock.now:
             landed(None)
         else:
@@ -313,24 +311,21 @@ class Reader:
 
     # -- release ----------------------------------------------------------------------------------------------
 
-    def send_release(self, leg: Leg, sources: list[Source], transfer: Transfer) -> None:
+    def send_release(self, leg: Leg, tps: list[int], transfer: Transfer) -> None:
         """Tell prefill's ranks, as this release knows them, that the blocks are read (or that the read failed)."""
         release = self.me.release
         if not isinstance(leg.transfer_id, str):
             return  # every release warns of such an id and sends nothing (measured)
         size = release.call("unknown_tp_map")(leg.peer_tp, self.me.tp)
-        holders: Sequence[int] = release.call("release_to")(self.rank.tp, [s.tp for s in sources], self.me.tp, size)
+        holders: Sequence[int] = release.call("release_to")(self.rank.tp, tps, self.me.tp, size)
         if self._flexible(leg) and release.release_to == "holders":
             holders = range(min(as_int(leg.peer_tp), MOST_RANKS))
         dp = as_int(leg.dp_rank) if release.read_dp == "param" else 0
         consumer = 1 if release.release_acks == "one" else self.me.tp
         for tp in holders:
             port = leg.notify_port + release.call("release_port")(dp, tp, as_int(leg.peer_tp), self.me.tp)
-            self.world.log("release_sent", self.name, request=transfer.index, fields=Sent(port))
-            self.world.network.send(
+            self.context.log("release_sent", self.name, request=transfer.index, fields=Sent(port))
+            self.context.network.send(
                 self.name, (leg.host, port), transfer.index, "release",
                 lambda rank: rank.on_release(leg.transfer_id, transfer, consumer, self.name),
             )  # fmt: skip
-
-
-__all__ = ["NEVER", "Landing", "Reader", "Source"]

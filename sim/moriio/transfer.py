@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
 
 from kvcover.sim.cache.ledger import Codes, Count
-from kvcover.sim.cache.memory import Needs, needs_of
-from kvcover.sim.scenario.setup import Endpoint, Request
+from kvcover.sim.cache.memory import Memory, Needs, needs_of
+from kvcover.sim.scenario.setup import Endpoint, Request, Setup
 
 
 class BlockPool:
@@ -86,11 +87,11 @@ class Transfer:
         self.on_finish: Any = None
         self.started_ns = self.posted_ns = self.landed_ns = self.go_ns = -1  # when it left the router, moved, went
         self.ports_off = {"prefill": 0, "decode": 0}  # how far the ports in its id are from those that are bound
-        self.home: object | None = None  # the decode engine that holds its blocks now
+        self.home: Memory | None = None  # of the decode engine that holds its blocks now
         self._decode = decode
 
-    def admit(self, tables: list[Codes], home: object) -> None:
-        """Decode engine `home` allocated blocks: from now on it is known which cells each of its TP ranks needs."""
+    def admit(self, tables: list[Codes], home: Memory) -> None:
+        """A decode engine allocated blocks in `home`: from now on it is known which cells each of its TP ranks needs."""
         self.home = home
         self.decode_tables = tables
         tp = self._decode.tp
@@ -108,6 +109,15 @@ class Transfer:
     def used(self, tp: int, count: Count) -> None:
         """Add what one layer of rank `tp` held when decode used it."""
         self.at_go[tp] += count
+
+
+def transfers_of(setup: Setup) -> list[Transfer]:
+    """All requests of a run, whose prompts have no token in common."""
+    transfers, token, step = [], 0, math.lcm(setup.prefill.shape.block_size, setup.decode.shape.block_size)
+    for request in setup.requests:
+        transfers.append(Transfer(request, token, setup.prefill, setup.decode))
+        token += -(-request.prompt_tokens // step) * step
+    return transfers
 
 
 def response_of(params: dict[str, Any], me: Endpoint, dp: int, transfer: Transfer) -> dict[str, Any]:

@@ -9,15 +9,15 @@ from typing import Any
 from kvcover.faults import Fault, KeyFault
 from kvcover.sim.errors import nearest
 from kvcover.sim.kernel.events import Dial, Failed, FaultFired, Listener, Lost, Raised
-from kvcover.sim.releases.policies import FIELDS
-from kvcover.sim.releases.records import ConnectorRelease
+from kvcover.sim.kernel.history import Event
+from kvcover.sim.results.chains import Cause, Found, fault_cause, key_cause, misread, policy_cause
 from kvcover.sim.results.outcome import intended_peers
 from kvcover.sim.results.record import Record
-from kvcover.sim.results.result import Finding, RankCoverage, Sets
+from kvcover.sim.results.result import RankCoverage, Sets
 from kvcover.sim.scenario.setup import Endpoint
 
 
-def find(record: Record, ranks: list[RankCoverage], sets: Sets) -> list[Finding]:
+def find(record: Record, ranks: list[RankCoverage], sets: Sets) -> list[Found]:
     """All findings of a finished run, the ones that explain most first."""
     findings = [_unfired(record, fault) for fault, fired in zip(record.setup.faults, record.fired, strict=True) if not fired]
     findings += [
@@ -31,18 +31,18 @@ def find(record: Record, ranks: list[RankCoverage], sets: Sets) -> list[Finding]
         *_task_failures(record),
         *_sealed_short(record),
         *_untold_prefill(record, sets),
-        *_told_without_data(record, ranks),
+        *_told_without_data(record, ranks, sets),
         *_never_told(record, ranks, sets),
         *_never_asked(record),
         *_put_off(record),
         *_used_early(record, ranks),
         *_wrong_content(record, ranks),
-        *_held(record),
     ]
+    findings += _held(record, bool(findings))
     return findings or [*_never_filled(record, ranks), *_request_failures(record)]
 
 
-def _unfired(record: Record, fault: Fault) -> Finding:
+def _unfired(record: Record, fault: Fault) -> Found:
     """A planned fault that changed nothing, and what it would have needed."""
     router, mode = record.setup.router.name, record.mode.upper()
     if isinstance(fault, KeyFault):
@@ -52,7 +52,8 @@ def _unfired(record: Record, fault: Fault) -> Finding:
         cause = f"{router} sends no such key there in {mode}, or the same value {same}".rstrip() + hint
     else:
         cause = f"in this {mode} run nothing happened that the fault aims at"
-    return Finding(kind="fault-not-fired", text=f"{fault} changed nothing: the run proves nothing about it", causes=[cause])
+    text = f"{fault} changed nothing: the run proves nothing about it"
+    return Found(kind="fault-not-fired", text=text, causes=[Cause(cause)])
 
 
 def span(names: Iterable[str]) -> str:
@@ -65,58 +66,23 @@ def span(names: Iterable[str]) -> str:
     return ", ".join(listed)
 
 
-_UNKNOWN = {
-    "refused": "refuses an unknown size",
-    "zero_is_own": "takes the peer to be as large as itself",
-    "non_positive_is_own": "takes the peer to be as large as itself",
-    "remote_tp_size_or_tp_size_or_own": "takes the peer to be as large as itself",
-}
-
-
-def peer_tp_causes(
-    release: ConnectorRelease, params: Mapping[str, Any], field: str = "peer_tp", unknown: str = "unknown_tp_map"
-) -> list[str]:
-    """Why a leg's peer TP size was read as it was; `unknown` is the field that says what a missing one counts as."""
-    policy = getattr(release, field)
-    sent, short = params.get("remote_tp_size"), params.get("tp_size")
-    if policy == "tp_size_or_1":
-        if "tp_size" in params:
-            return [f"release {release.name} reads `tp_size`, which was sent as {short!r}"]
-        causes = [f"release {release.name} reads `tp_size`, which was not sent, default 1"]
-        if "remote_tp_size" in params:
-            causes.append(f"`remote_tp_size` = {sent!r} was sent and not read")
-        return causes
-    if policy in ("true_size", "own_size"):
-        return [_cause(release, field)]
-    if sent:
-        return [f"`remote_tp_size` = {sent!r} was sent"]
-    if short:
-        return [f"`remote_tp_size` was not sent, `tp_size` = {short!r} was"]
-    words = _UNKNOWN[getattr(release, unknown)]
-    return [f"neither `remote_tp_size` nor `tp_size` was sent; release {release.name} {words}"]
-
-
-def _cause(release: ConnectorRelease, field: str) -> str:
-    name = getattr(release, field)
-    return f"release {release.name}, {field} = {name}: {FIELDS[field].policies[name].text}"
-
-
 def _leg(record: Record, side: str, request: int = 0) -> dict[str, Any]:
     return record.legs.get((max(request, 0), side), {})
 
 
-def _initiator(record: Record) -> tuple[str, ConnectorRelease]:
-    """Which leg and which release decide where data goes: prefill's in WRITE, decode's in READ."""
+def _initiator(record: Record) -> tuple[str, Endpoint, Endpoint]:
+    """Which leg and which engine decide where data goes, and to or from which: prefill's in WRITE, decode's in READ."""
     if record.mode == "write":
-        return "prefill", record.setup.prefill.release
-    return "decode", record.setup.decode.release
+        return "prefill", record.setup.prefill, record.setup.decode
+    return "decode", record.setup.decode, record.setup.prefill
 
 
-def _wrong_dials(record: Record) -> list[Finding]:
+def _wrong_dials(record: Record) -> list[Found]:
     """Handshakes that reached another rank than the one whose cells are meant."""
-    side, release = _initiator(record)
+    side, me, peer = _initiator(record)
     wrong: dict[str, list[tuple[str, str]]] = defaultdict(list)
     requests: dict[str, int] = {}
+    all_meant: dict[str, bool] = {}
     peers = record.ranks()
     ports: dict[str, int] = {}
     for event, dial in record.history.having(Dial, "dialled"):
@@ -124,19 +90,21 @@ def _wrong_dials(record: Record) -> list[Finding]:
         intended = set(intended_peers(record.setup, own_tp))
         if not intended or (reached.dp == dial.dp and reached_tp in intended):
             continue
-        peer = record.setup.decode if record.mode == "write" else record.setup.prefill
         meant = span(peer.rank_name(dial.dp, tp) for tp in sorted(intended))
         wrong[event.peer].append((event.actor, meant))
         requests[event.peer] = event.request
+        all_meant[event.peer] = all_meant.get(event.peer, True) and dial.tp in intended
         ports.setdefault(event.peer, dial.port)
     findings = []
     for reached_name, pairs in wrong.items():
         actors = span(dict.fromkeys(actor for actor, _ in pairs))
         meant = span(dict.fromkeys(meant for _, meant in pairs))
         params = _leg(record, side, requests[reached_name])
-        causes = [*_map_causes(record, side, release), *peer_tp_causes(release, params)]
+        elsewhere = peers[reached_name][0].me is not peer
+        shared = Cause("both engines have ports of one range on one host")
+        causes = [shared] if elsewhere else _dial_causes(me, peer, params, all_meant[reached_name])
         findings.append(
-            Finding(
+            Found(
                 kind="wrong-peer",
                 text=f"{actors} dialled port {ports[reached_name]}, bound by {reached_name}, not {meant}",
                 causes=causes,
@@ -145,29 +113,39 @@ def _wrong_dials(record: Record) -> list[Finding]:
     return sorted(findings, key=lambda finding: finding.text)
 
 
-def _map_causes(record: Record, side: str, release: ConnectorRelease) -> list[str]:
-    field = "write_map" if record.mode == "write" else "read_map"
-    causes = [_cause(release, field)]
-    dp = record.setup.decode.dp if record.mode == "write" else record.setup.prefill.dp
-    if dp > 1:
-        causes.insert(0, _cause(release, "dial"))
-    return causes
+def _dial_causes(me: Endpoint, peer: Endpoint, params: Mapping[str, Any], meant: bool) -> list[Cause]:
+    """Why ranks dialled where they did: the map, unless they `meant` the right TP rank, the port's arithmetic, the sizes read."""
+    causes = [] if meant else [policy_cause(me.release, "write_map" if me.letter == "P" else "read_map")]
+    if meant and peer.dp > 1:
+        causes.append(policy_cause(me.release, "dial"))
+        if peer.tp > 1 and peer.release.ports == "dp_plus_tp":
+            causes.append(policy_cause(peer.release, "ports"))
+    if me.letter == "P":
+        causes += _dp_size_cause(me, peer, params)
+    return [*causes, *(misread(me, peer, params) if not meant or peer.dp > 1 else [])]
 
 
-def _dead_dials(record: Record) -> list[Finding]:
+def _dp_size_cause(me: Endpoint, peer: Endpoint, params: Mapping[str, Any]) -> list[Cause]:
+    """A DP size that is not the peer's, for which a rank dials too few ranks or too many."""
+    sent, leg = params.get("remote_dp_size", 1), "prefill" if me.letter == "P" else "decode"
+    return [] if sent == peer.dp else [key_cause("remote_dp_size", sent, leg, f"the peer has {peer.dp}")]
+
+
+def _dead_dials(record: Record) -> list[Found]:
     dead = record.history.having(Dial, "dial_dead")
     if not dead:
         return []
-    side, release = _initiator(record)
+    side, me, peer = _initiator(record)
     first = dead[0][0]
     bound_later = {address.port for e, address in record.history.having(Listener, "bound") if e.time_ns > first.time_ns}
     late = all(dial.port in bound_later for _, dial in dead)
     ports = span(dict.fromkeys(f"port {dial.port}" for _, dial in dead))
     effect = "which was bound only later; until then " if late else "which nobody bound; "
     effect += "a rank that dials it can't write" if record.mode == "write" else "the whole step waits for it"
-    causes = [] if late else [*_map_causes(record, side, release), *peer_tp_causes(release, _leg(record, side, first.request))]
+    meant = all(dial.tp in intended_peers(record.setup, record.ranks()[event.actor][1]) for event, dial in dead)
+    causes = [] if late else _dial_causes(me, peer, _leg(record, side, first.request), meant)
     return [
-        Finding(
+        Found(
             kind="dead-port",
             text=f"{span(dict.fromkeys(e.actor for e, _ in dead))} dialled {ports}, {effect}",
             causes=causes,
@@ -175,25 +153,22 @@ def _dead_dials(record: Record) -> list[Finding]:
     ]
 
 
-def _refused_maps(record: Record) -> list[Finding]:
+def _refused_maps(record: Record) -> list[Found]:
     refused = record.history.events("map_refused")
     if not refused:
         return []
-    release = record.setup.prefill.release
+    prefill, decode = record.setup.prefill, record.setup.decode
     return [
-        Finding(
+        Found(
             kind="map-refused",
             text=f"{span(dict.fromkeys(e.actor for e in refused))} can't map itself onto decode: {refused[0].detail}",
-            causes=[
-                _cause(release, "unknown_tp_map"),
-                _cause(release, "write_map_error"),
-                *peer_tp_causes(release, _leg(record, "prefill", refused[0].request)),
-            ],
+            causes=misread(prefill, decode, _leg(record, "prefill", refused[0].request))
+            or [policy_cause(prefill.release, "write_map")],
         )
     ]
 
 
-def _bind_failures(record: Record) -> list[Finding]:
+def _bind_failures(record: Record) -> list[Found]:
     findings = []
     for event in record.history.events("bind_failed"):
         release = (record.setup.prefill if event.actor[0] == "P" else record.setup.decode).release
@@ -201,47 +176,63 @@ def _bind_failures(record: Record) -> list[Finding]:
         who = f"the second pipeline stage of {event.actor}" if stages else event.actor
         other = "its first stage" if stages else event.peer
         findings.append(
-            Finding(
+            Found(
                 kind="port-taken",
                 text=f"{who} could not bind {event.detail}, which {other} has; its engine never starts",
-                causes=[_cause(release, "ports"), *(["no release counts pipeline stages in it"] if stages else [])],
+                causes=[policy_cause(release, "ports"), *([Cause("no release counts pipeline stages in it")] if stages else [])],
             )
         )
     return findings
 
 
-def _crashes(record: Record) -> list[Finding]:
+def _crashes(record: Record) -> list[Found]:
     findings = []
     for event, raised in record.history.having(Raised, "crashed"):
-        endpoint = record.setup.prefill if event.actor[0] == "P" else record.setup.decode
-        leg = "prefill" if endpoint is record.setup.prefill else "decode"
-        causes = [raised.fault] if raised.fault else _crash_causes(record, endpoint, leg, raised)
-        if event.request >= 0 or not causes:  # else it died before there was a leg
-            causes += peer_tp_causes(endpoint.release, _leg(record, leg, event.request))
-        findings.append(Finding(kind="crash", text=f"{event.actor} died: {raised}", causes=causes))
+        prefill, decode = record.setup.prefill, record.setup.decode
+        leg, me, peer = ("prefill", prefill, decode) if event.actor[0] == "P" else ("decode", decode, prefill)
+        causes = [fault_cause(raised.fault)] if raised.fault else _crash_causes(record, me, raised)
+        if raised.policy in _READS_SIZE and event.request >= 0:
+            causes += misread(
+                me, peer, _leg(record, leg, event.request), unknown=_UNKNOWN_SIZE.get(raised.policy, "unknown_tp_map")
+            )
+        causes = causes or _fired_at(record, "params")
+        findings.append(Found(kind="crash", text=f"{event.actor} died: {raised}", causes=causes))
     return findings
 
 
-def _crash_causes(record: Record, endpoint: Endpoint, leg: str, raised: Raised) -> list[str]:
+# What raises on the peer's TP size.
+_READS_SIZE = (
+    "peer_tp", "read_guard", "read_map", "write_map", "write_map_error", "unknown_tp_map", "unknown_tp_guard", "states",
+    "unknown_tp_states_read", "unknown_tp_states_write",
+)  # fmt: skip
+# What says there what a size that the leg does not give counts as, if it is not the rank map.
+_UNKNOWN_SIZE = {
+    "read_guard": "unknown_tp_guard",
+    "unknown_tp_states_read": "unknown_tp_states_read",
+    "unknown_tp_states_write": "unknown_tp_states_write",
+}
+
+
+def _crash_causes(record: Record, endpoint: Endpoint, raised: Raised) -> list[Cause]:
     """The policy by which an error of the connector became the end of an engine."""
     if raised.error == "TimeoutError":
-        return [f"executor_timeout_s = {endpoint.side.executor_timeout_s}: vLLM's executor gives up on a step that long"]
+        return [Cause(f"executor_timeout_s = {endpoint.side.executor_timeout_s}: vLLM's executor gives up on a step that long")]
     compared = raised.policy == "read_guard" and raised.error == "ValueError"  # blocks and contents, and not only TP sizes
     unlike = _unlike_caches(record) if compared else []
-    return [*unlike, *([_cause(endpoint.release, raised.policy)] if raised.policy else [])]
+    return [*unlike, *([policy_cause(endpoint.release, raised.policy)] if raised.policy else [])]
 
 
-def _lost(record: Record) -> list[Finding]:
+def _lost(record: Record) -> list[Found]:
     """Requests that the router could not bring to both engines."""
     requests: dict[Lost, list[str]] = defaultdict(list)
     for event, lost in record.history.having(Lost, "lost"):
         requests[lost].append(str(event.request))
     router = record.setup.router
     return [
-        Finding(
+        Found(
             kind="lost",
             text=f"the router lost request {', '.join(whose)}: {lost}",
-            causes=[f"{router.name} sends the decode leg to the DP rank that prefill's leg has"]
+            causes=[Cause(f"{router.name} sends the decode leg to the DP rank that prefill's leg has")]
             if lost.reason == "rejected"
             else [],
         )
@@ -249,39 +240,42 @@ def _lost(record: Record) -> list[Finding]:
     ]
 
 
-def _stale_sessions(record: Record) -> list[Finding]:
+def _stale_sessions(record: Record) -> list[Found]:
     """Ranks that moved data through a session to memory that a restart has taken away."""
     broken = [event for event, failed in record.history.having(Failed, "transfer_failed") if failed.source == "gone"]
     back = record.history.events("restarted")
     if not broken or not back:
         return []
     return [
-        Finding(
+        Found(
             kind="stale-session",
             text=f"{span(dict.fromkeys(e.actor for e in broken))} used sessions to memory that {span({e.actor for e in back})} had "
             "before its restart",
-            causes=["a session is kept under host, port and DP rank, which are as before, so nobody dials again"],
+            causes=[Cause("a session is kept under host, port and DP rank, which are as before, so nobody dials again")],
         )
     ]
 
 
-def _sealed_short(record: Record) -> list[Finding]:
+def _sealed_short(record: Record) -> list[Found]:
     short = record.history.events("sealed_short")
     if not short:
         return []
     return [
-        Finding(
+        Found(
             kind="sealed-short",
             text=f"{span(dict.fromkeys(e.actor for e in short))} sealed the transfer with {short[0].detail} and will say done",
-            causes=["its handshake came in time for the last layers only", _cause(record.setup.prefill.release, "sealing")],
+            causes=[
+                Cause("its handshake came in time for the last layers only"),
+                policy_cause(record.setup.prefill.release, "sealing"),
+            ],
         )
     ]
 
 
-_MODEL_HEADS = "the rank map counts the heads of the model as a whole, and some layers have others"
+_MODEL_HEADS = Cause("the rank map counts the heads of the model as a whole, and some layers have others")
 
 
-def _wrong_content(record: Record, ranks: list[RankCoverage]) -> list[Finding]:
+def _wrong_content(record: Record, ranks: list[RankCoverage]) -> list[Found]:
     """Cells that hold something, and not what they should."""
     decode = record.setup.decode
     wrong = [decode.rank_name(r.dp, r.tp) for r in ranks if r.wrong]
@@ -292,21 +286,21 @@ def _wrong_content(record: Record, ranks: list[RankCoverage]) -> list[Finding]:
         writers[rank].add(source)
     causes = _unlike_caches(record)
     if shared := [name for name in wrong if len(writers[name]) > 1]:
-        causes.append(f"several ranks moved into {span(shared)}; where they meet, the last one wins")
+        causes.append(Cause(f"several ranks moved into {span(shared)}; where they meet, the last one wins"))
     if record.geometry.mixed and record.mode == "write":
         causes.append(_MODEL_HEADS)
     windows = record.mode == "read" and any(table.window for table in decode.tables)
     unlike = len({_block_count(record, side) for side in ("prefill", "decode")}) > 1
     if windows and unlike:
-        causes.append(_cause(decode.release, "windows"))
+        causes.append(policy_cause(decode.release, "windows"))
     elif record.mode == "read" and (unlike or any(course.request.suffix_only for course in record.courses)):
-        causes.append(_cause(decode.release, "read_pairing"))
+        causes.append(policy_cause(decode.release, "read_pairing"))
     elif record.mode == "write" and not record.setup.prefill.shape.same_blocks(decode.shape):
-        causes.append(_cause(record.setup.prefill.release, "write_plan"))
-    return [Finding(kind="wrong-content", text=f"{span(wrong)} used cells that hold something else", causes=causes)]
+        causes.append(policy_cause(record.setup.prefill.release, "write_plan"))
+    return [Found(kind="wrong-content", text=f"{span(wrong)} used cells that hold something else", causes=causes)]
 
 
-def _unlike_caches(record: Record) -> list[str]:
+def _unlike_caches(record: Record) -> list[Cause]:
     """In what the caches of the two sides differ; few releases compare them."""
     here, there = record.setup.prefill.shape, record.setup.decode.shape
     alike = here.memory == there.memory
@@ -315,7 +309,7 @@ def _unlike_caches(record: Record) -> list[str]:
         ("KV is", here.kv_dtype, there.kv_dtype),
         *([] if alike else [("caches are", f"{here.layout} {here.order}", f"{there.layout} {there.order}")]),
     ]
-    return [f"prefill's {what} {mine}, decode's {theirs}" for what, mine, theirs in pairs if mine != theirs]
+    return [Cause(f"prefill's {what} {mine}, decode's {theirs}") for what, mine, theirs in pairs if mine != theirs]
 
 
 def _block_count(record: Record, side: str) -> int:
@@ -323,30 +317,61 @@ def _block_count(record: Record, side: str) -> int:
     return endpoint.rows(record.setup.requests[0].prompt_tokens)[0][1]
 
 
-def _task_failures(record: Record) -> list[Finding]:
+def _task_failures(record: Record) -> list[Found]:
     grouped: dict[str, list[str]] = defaultdict(list)
-    requests, policies = {}, {}
+    causes: dict[str, list[Cause]] = {}
     for event in record.history.events("task_failed", "transfer_failed"):
         if event.actor not in grouped[event.detail]:
             grouped[event.detail].append(event.actor)
-        requests[event.detail] = event.request
-        known = event.fields.policy if isinstance(event.fields, Raised) else ""
-        policies[event.detail] = known or ("write_plan" if record.mode == "write" else "read_failure")
-    side, release = _initiator(record)
+        causes[event.detail] = _failure_causes(record, event)
+    effect = "its blocks stay as they were"
+    if record.mode == "write":
+        effect = "the rank reports the transfer finished and tells decode nothing"
     return [
-        Finding(
-            kind="transfer-failed",
-            text=f"{span(actors)}: {detail}; " + ("the rank reports the transfer finished and tells decode nothing"
-                                                   if record.mode == "write" else "its blocks stay as they were"),
-            causes=[*_unlike_caches(record), _cause(release, policies[detail]),
-                    *([_MODEL_HEADS] if record.geometry.mixed and record.mode == "write" else []),
-                    *peer_tp_causes(release, _leg(record, side, requests[detail]))],
-        )
+        Found(kind="transfer-failed", text=f"{span(actors)}: {detail}; {effect}", causes=causes[detail])
         for detail, actors in grouped.items()
-    ]  # fmt: skip
+    ]
 
 
-def _untold_prefill(record: Record, sets: Sets) -> list[Finding]:
+def _failure_causes(record: Record, event: Event) -> list[Cause]:
+    """Why a batch failed: a planned fault, a peer that is gone, a queue without room, or addresses that don't fit."""
+    side, me, peer = _initiator(record)
+    fields = event.fields
+    causes: list[Cause] = []
+    assert isinstance(fields, Failed | Raised)
+    if isinstance(fields, Failed) and fields.source == "planned":
+        causes = _fired_at(record, "transfer")
+    elif isinstance(fields, Failed) and fields.source == "queue":
+        waits = record.mode == "read"
+        causes = [policy_cause(me.release, "sq_retry") if waits else Cause(_QUEUE.format(record.setup.scenario.rdma))]
+    elif isinstance(fields, Raised) and fields.error == "KeyError":  # no session to a DP rank that it never dialled
+        causes = _dp_size_cause(me, peer, _leg(record, side, event.request)) or _fired_at(record, "params")
+    elif isinstance(fields, Raised) or fields.source == "bounds":
+        field = (fields.policy or "write_pairing") if isinstance(fields, Raised) else "write_plan"
+        mixed = [_MODEL_HEADS] if record.geometry.mixed and record.mode == "write" else []
+        named = (
+            [policy_cause(me.release, field)] if record.mode == "write" or (isinstance(fields, Raised) and fields.policy) else []
+        )
+        unknown = _UNKNOWN_SIZE.get(field, "unknown_tp_map")
+        sizes = misread(me, peer, _leg(record, side, event.request), unknown=unknown)
+        causes = [*_unlike_caches(record), *named, *mixed, *sizes]
+    if record.mode == "read" and me.release.read_failure == "garbage":
+        causes.append(policy_cause(me.release, "read_failure"))
+    return causes
+
+
+_QUEUE = (
+    "a send queue of {0.sq_depth} work requests on {0.queue_pairs} queue pairs has no room for the batch, and WRITE does not wait"
+)
+
+
+def _fired_at(record: Record, *points: str) -> list[Cause]:
+    """Planned faults that fired at some points; at all without."""
+    fired = [fired for _, fired in record.history.having(FaultFired, "fault_fired") if not points or fired.point in points]
+    return [fault_cause(fault) for fault in dict.fromkeys(fault.fault for fault in fired)]
+
+
+def _untold_prefill(record: Record, sets: Sets) -> list[Found]:
     """Prefill ranks that hold data and were not told where it goes (WRITE), or that it was read (READ)."""
     told = set(sets.prefill_told or ())
     prefill, decode = record.setup.prefill, record.setup.decode
@@ -358,48 +383,70 @@ def _untold_prefill(record: Record, sets: Sets) -> list[Finding]:
     if record.history.events("crashed") or not all(engine.started for engine in record.side("D")):
         return []
     if record.mode == "write":
-        params = _leg(record, "decode")
-        return [
-            Finding(
-                kind="prefill-not-told",
-                text=f"{span(missing)} never learned decode's blocks",
-                causes=list(dict.fromkeys([
-                    _cause(decode.release, "blocks_ready_width"),
-                    *peer_tp_causes(decode.release, params, "blocks_ready_width", "blocks_ready_width"),
-                ])),
-            )
-        ]  # fmt: skip
+        text = f"{span(missing)} never learned decode's blocks"
+        return [Found(kind="prefill-not-told", text=text, causes=_unannounced(record, missing))]
     if any(course.at_go is None for course in record.courses):
         return []
     return [
-        Finding(
+        Found(
             kind="prefill-not-released",
             text=f"{span(missing)} never got a release, so prefill holds the blocks until its timer",
-            causes=[_cause(decode.release, "release_to"), *peer_tp_causes(decode.release, _leg(record, "decode"))],
+            causes=_unreleased(decode, prefill, _leg(record, "decode")) + _fired_at(record, "params"),
         )
     ]
 
 
-def _told_without_data(record: Record, ranks: list[RankCoverage]) -> list[Finding]:
+def _unreleased(decode: Endpoint, prefill: Endpoint, params: Mapping[str, Any]) -> list[Cause]:
+    """Why decode's releases went elsewhere: the ranks that it means, the port, or the size that both hang on."""
+    release = decode.release
+    ported = prefill.dp > 1 and release.release_port == "tp"
+    wide = [] if prefill.tp == decode.tp else [policy_cause(release, "release_to")]
+    sized = release.release_to == "holders" or (release.release_port != "tp" and prefill.dp > 1)
+    return [*([policy_cause(release, "release_port")] if ported else wide), *(misread(decode, prefill, params) if sized else [])]
+
+
+def _unannounced(record: Record, missing: list[str]) -> list[Cause]:
+    """Why decode's announcement did not come: nobody made it, it was lost, or it went elsewhere."""
+    prefill, decode = record.setup.prefill, record.setup.decode
+    of = {dp: name for dp in range(prefill.dp) for tp in range(prefill.tp) if (name := prefill.rank_name(dp, tp)) in missing}
+    mine = [course for course in record.courses if course.prefill_dp in of and not course.aborted]
+    sent = {event.request for event in record.history.events("blocks_ready_sent")}
+    if faults := _fired_at(record, "notice", "router", "rank"):
+        return faults
+    if silent := [course for course in mine if course.index not in sent]:
+        gated = any(course.admitted and not course.request.external_zero for course in silent)
+        return [policy_cause(decode.release, "blocks_ready_gate")] if gated and decode.release.blocks_ready_gate != "none" else []
+    if keys := _fired_at(record, "params"):
+        return keys
+    for course in mine:
+        dp = _leg(record, "decode", course.index).get("remote_dp_rank", 0)
+        if dp != course.prefill_dp:
+            return [key_cause("remote_dp_rank", dp, "decode", f"prefill's leg went to {course.prefill_dp}")]
+    leg = _leg(record, "decode", mine[0].index if mine else 0)
+    width = misread(decode, prefill, leg, "blocks_ready_width", "blocks_ready_width")
+    return list(dict.fromkeys([policy_cause(decode.release, "blocks_ready_width"), *width])) if width else []
+
+
+def _told_without_data(record: Record, ranks: list[RankCoverage], sets: Sets) -> list[Found]:
     decode = record.setup.decode
     empty = [decode.rank_name(r.dp, r.tp) for r in ranks if r.told and r.coverage is not None and r.coverage < 1]
     if not empty or record.mode == "read":
         return []
-    release = record.setup.prefill.release
+    release, unwritten = record.setup.prefill.release, set(empty) - set(sets.written)
     return [
-        Finding(
+        Found(
             kind="told-without-data",
             text=f"{span(empty)} {'was' if len(empty) == 1 else 'were'} told done with cells missing or wrong",
             causes=[
                 *([_MODEL_HEADS] if record.geometry.mixed else []),
-                _cause(release, "write_done_to"),
-                "nothing checks who was written before saying done",
+                *([policy_cause(release, "write_done_to")] if release.write_done_to == "own_rank" and unwritten else []),
+                Cause("nothing checks who was written before saying done"),
             ],
         )
     ]
 
 
-def _never_told(record: Record, ranks: list[RankCoverage], sets: Sets) -> list[Finding]:
+def _never_told(record: Record, ranks: list[RankCoverage], sets: Sets) -> list[Found]:
     waiting = {course.decode_dp for course in record.courses if not course.ended and course.admitted}
     decode = record.setup.decode
     if record.mode == "read":
@@ -407,30 +454,43 @@ def _never_told(record: Record, ranks: list[RankCoverage], sets: Sets) -> list[F
     untold = [decode.rank_name(r.dp, r.tp) for r in ranks if r.dp in waiting and not r.told]
     if not untold:
         return []
-    release, history = record.setup.prefill.release, record.history
-    causes = [fired.fault for _, fired in history.having(FaultFired, "fault_fired") if fired.point == "notice"][:1]
-    if history.events("expired"):
-        causes.append(_cause(release, "expiry"))
-    if history.events("write_done_sent"):
-        causes.append(_cause(release, "write_done_to"))
-    causes.append(_cause(decode.release, "decode_timer"))
-    return [Finding(kind="never-told", text=f"{span(untold)} never heard that the blocks are complete", causes=causes)]
+    causes = _untold_causes(record, sets, untold)
+    return [Found(kind="never-told", text=f"{span(untold)} never heard that the blocks are complete", causes=causes)]
 
 
-def _put_off(record: Record) -> list[Finding]:
+def _untold_causes(record: Record, sets: Sets, untold: list[str]) -> list[Cause]:
+    """Why decode ranks wait: the message was lost, prefill gave up in silence, or nobody means them."""
+    prefill, decode = record.setup.prefill, record.setup.decode
+    heard = set(sets.prefill_told or ()) >= {
+        prefill.rank_name(c.prefill_dp, tp) for c in record.courses for tp in range(prefill.tp)
+    }
+    causes = [cause for cause in _fired_at(record, "notice") if not (heard and ":remote_blocks" in cause.text)][:1]
+    if record.history.events("expired") and prefill.release.expiry == "silent":
+        causes.append(policy_cause(prefill.release, "expiry"))
+    failed = record.history.events("task_failed", "transfer_failed")
+    if not (causes or failed) and record.history.events("write_done_sent") and not set(untold) <= set(sets.written):
+        params = _leg(record, "prefill")
+        unmapped = [policy_cause(prefill.release, "write_map")] if prefill.tp != decode.tp else []
+        causes += misread(prefill, decode, params) or _dp_size_cause(prefill, decode, params) or unmapped
+    if decode.release.decode_timer == "none" and not any(engine.crashed for engine in record.side("D")):
+        causes.append(policy_cause(decode.release, "decode_timer"))
+    return causes
+
+
+def _put_off(record: Record) -> list[Found]:
     requests = [str(event.request) for event in record.history.events("put_off")]
     if not requests:
         return []
     return [
-        Finding(
+        Found(
             kind="read-put-off",
             text=f"request {', '.join(requests)} ran without its KV: its step had handshakes, and read for another one",
-            causes=[_cause(record.setup.decode.release, "read_handshake")],
+            causes=[policy_cause(record.setup.decode.release, "read_queue")],
         )
     ]
 
 
-def _used_early(record: Record, ranks: list[RankCoverage]) -> list[Finding]:
+def _used_early(record: Record, ranks: list[RankCoverage]) -> list[Found]:
     if record.mode == "write" or all(course.at_go is None for course in record.courses):
         return []
     decode = record.setup.decode
@@ -440,15 +500,16 @@ def _used_early(record: Record, ranks: list[RankCoverage]) -> list[Finding]:
     if not late or not short:
         return []
     return [
-        Finding(
+        Found(
             kind="used-before-landing",
             text=f"{span(short)} used layers before their reads landed (the last landed {late[-1].time_ns - go_ns} ns after go)",
-            causes=[_cause(decode.release, "read_barrier")],
+            causes=[cause for cause in _fired_at(record, "transfer") if cause.text.startswith("early-completion")]
+            or [policy_cause(decode.release, "read_barrier")],
         )
     ]
 
 
-def _never_asked(record: Record) -> list[Finding]:
+def _never_asked(record: Record) -> list[Found]:
     """Requests whose prompt decode took for loaded in READ, although nothing was to be read for them."""
     if record.mode == "write":
         return []
@@ -460,17 +521,17 @@ def _never_asked(record: Record) -> list[Finding]:
     if not unasked:
         return []
     whose = ", ".join(str(course.index) for course in unasked)
-    causes = [f"request {course.index} {'was preempted' if course.preempted else 'is plain'}" for course in unasked]
+    causes = [Cause(f"request {course.index} {'was preempted' if course.preempted else 'is plain'}") for course in unasked]
     return [
-        Finding(
+        Found(
             kind="never-read",
             text=f"decode took the prompt of request {whose} for loaded, and nothing was to be read for it",
-            causes=[*causes, _cause(record.setup.decode.release, "match_read")],
+            causes=[*causes, policy_cause(record.setup.decode.release, "match_read")],
         )
     ]
 
 
-def _never_filled(record: Record, ranks: list[RankCoverage]) -> list[Finding]:
+def _never_filled(record: Record, ranks: list[RankCoverage]) -> list[Found]:
     """Cells that decode used in READ and that no read was to fill, when nothing else explains it."""
     decode = record.setup.decode
     gone = {course.decode_dp for course in record.courses if course.at_go is not None}
@@ -479,22 +540,23 @@ def _never_filled(record: Record, ranks: list[RankCoverage]) -> list[Finding]:
         return []
     field = "windows" if any(table.window for table in decode.tables) else "read_pairing"
     text = f"{span(short)} used cells that no read was to fill"
-    return [Finding(kind="never-read", text=text, causes=[_cause(decode.release, field)])]
+    return [Found(kind="never-read", text=text, causes=[policy_cause(decode.release, field)])]
 
 
-def _request_failures(record: Record) -> list[Finding]:
+def _request_failures(record: Record) -> list[Found]:
     """Requests that ended with an error that nothing else explains."""
     requests: dict[str, set[int]] = defaultdict(set)
     for event in record.history.events("request_failed"):
         requests[event.detail].add(event.request)
-    fired = list(dict.fromkeys(fired.fault for _, fired in record.history.having(FaultFired, "fault_fired")))
+    causes = _fired_at(record)
     return [
-        Finding(kind="request-failed", text=f"request {', '.join(map(str, sorted(failed)))} failed: {why}", causes=fired)
+        Found(kind="request-failed", text=f"request {', '.join(map(str, sorted(failed)))} failed: {why}", causes=causes)
         for why, failed in requests.items()
     ]
 
 
-def _held(record: Record) -> list[Finding]:
+def _held(record: Record, explained: bool) -> list[Found]:
+    """What is held too long; that is a consequence where something else is `explained`."""
     findings = []
     timer = record.history.events("expired", "reaped")
     if timer:
@@ -503,16 +565,16 @@ def _held(record: Record) -> list[Finding]:
         text = "; ".join(f"{kinds[kind]} {names} fired" for kind, names in grouped.items() if names)
         held_s = record.setup.scenario.timers.defer_timeout_s
         findings.append(
-            Finding(kind="held-until-timer", text=f"{text}: prefill's blocks were held for {held_s:g} s",
-                    causes=[_cause(record.setup.prefill.release, "reaper")])
+            Found(kind="held-until-timer", text=f"{text}: prefill's blocks were held for {held_s:g} s",
+                  causes=[] if explained else _fired_at(record))
         )  # fmt: skip
     for engine in record.side("D"):
         if not engine.crashed and (kept := [index for index in engine.held if record.courses[index].ended]):
             text = f"{engine.name} holds the blocks of requests {kept} for ever: they are over, and no rank reports them"
             field = "abort_waiting" if any(record.courses[index].aborted for index in kept) else "decode_timer"
-            findings.append(Finding(kind="leak", text=text, causes=[_cause(engine.me.release, field)]))
+            findings.append(Found(kind="leak", text=text, causes=[policy_cause(engine.me.release, field)]))
     for engine in record.side("P"):
         if engine.held and not engine.crashed:
             text = f"{engine.name} holds the blocks of requests {list(engine.held)} for ever"
-            findings.append(Finding(kind="leak", text=text, causes=[_cause(engine.me.release, "reaper")]))
+            findings.append(Found(kind="leak", text=text, causes=[policy_cause(engine.me.release, "reaper")]))
     return findings

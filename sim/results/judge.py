@@ -48,7 +48,7 @@ def judge(record: Record, **told: Any) -> Result:
         by_rank=ranks,
         by_request=outcomes,
         sets=sets,
-        findings=find(record, ranks, sets),
+        findings=[found.told() for found in find(record, ranks, sets)],
         checks=check_all(record.history, plan_of(record)),
         faults=faults,
         transfer_ms=percentiles(transfer_times(record)),

@@ -25,6 +25,8 @@ MEANING = {
     "vacuous": "a planned fault never fired: the run proves nothing",
 }
 
+Shown = Literal["heals", "mitigates", "not shown"]
+
 
 class RankCoverage(msgspec.Struct, frozen=True, kw_only=True):
     """Fractions of the cells that one decode rank needs, at go (and at the end); None when it needs none."""
@@ -48,12 +50,42 @@ class Sets(msgspec.Struct, frozen=True, kw_only=True):
     prefill_released: list[str] | None
 
 
-class Finding(msgspec.Struct, frozen=True, kw_only=True):
-    """One thing that went wrong, and why, nearest cause first."""
+class Finding(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One thing that went wrong, and why, nearest cause first.
+
+    `shown`, of a run whose causes were flipped, says of each cause whether that `heals` the run, `mitigates` it, or neither.
+    """
 
     kind: str
     text: str
     causes: list[str]
+    shown: list[Shown] = []
+
+
+class Remedy(msgspec.Struct, frozen=True, kw_only=True):
+    """What makes a bad run better: so many flips of one thing each, what came of it, and the command that shows it.
+
+    It heals if the outcome is `ok` and no finding is left of those that there were, else it mitigates. `full_size` says whether
+    it was tried on the scenario itself, not only on one of fewer layers.
+    """
+
+    effect: Literal["heals", "mitigates"]
+    flips: list[str]
+    outcome: str
+    coverage: float
+    full_size: bool
+    command: str
+
+
+class Remedies(msgspec.Struct, frozen=True, kw_only=True):
+    """What heals or mitigates a bad run, what heals first, fewest flips first; how many flips and pairs of them were tried."""
+
+    tried: int
+    pairs: int
+    layers: int
+    of_layers: int
+    seconds: float
+    found: list[Remedy]
 
 
 class Check(msgspec.Struct, frozen=True, kw_only=True):
@@ -83,7 +115,8 @@ class FaultFired(msgspec.Struct, frozen=True, kw_only=True):
 class Result(msgspec.Struct, frozen=True, kw_only=True):
     """What came of one scenario on one tier.
 
-    `backend` says for a real tier what was real: which `mori.io`, which trees, which timers, how the log ended.
+    `backend` says for a real tier what was real: which `mori.io`, which trees, which timers, how the log ended. `remedies` are
+    there only if somebody asked for them.
     """
 
     schema: int = RESULT_SCHEMA
@@ -116,6 +149,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     time_to_go_ms: Percentiles | None = None
     scenario: dict[str, Any] | None = None
     backend: dict[str, Any] | None = None
+    remedies: Remedies | msgspec.UnsetType = msgspec.UNSET
 
     def to_json(self) -> str:
         """One line of JSON."""

@@ -11,12 +11,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from kvcover.sim.results.result import GOOD, MEANING, OUTCOMES, RankCoverage, Result, summarize
+from kvcover.sim.results.result import GOOD, MEANING, OUTCOMES, RankCoverage, Remedies, Result, summarize
 
 Item = TypeVar("Item")
 _STYLE = {"ok": "green", "refused": "cyan", "recomputed": "cyan", "failed": "yellow", "degraded": "yellow",
           "leak": "yellow", "hang": "magenta", "crash": "red", "corrupt": "bold red", "vacuous": "reverse"}  # fmt: skip
 _MAX_RANK_ROWS = 16
+_MOST_REMEDIES = 8
 
 
 class _Plain(Console):
@@ -157,10 +158,7 @@ def show_result(result: Result) -> None:
         ("prefill told", sets.prefill_told), ("prefill released", sets.prefill_released),
     ):  # fmt: skip
         out.print(f"{name:>16}: {_members(members)}")
-    for finding in result.findings:
-        out.print(hanging("- ", finding.text))
-        for cause in finding.causes:
-            out.print(hanging("    ← ", cause))
+    show_findings(result)
     for fault in result.faults:
         if not fault.fired:
             out.print(Text(f"! {fault.fault} never fired", style="reverse"))
@@ -174,6 +172,36 @@ def show_result(result: Result) -> None:
         timers = ", ".join(f"{name} {value:g} s" for name, value in (result.backend.get("timers_s") or {}).items())
         out.print(f"mori.io: {result.backend.get('mori')}; the connector's timers: {timers or 'its own'}")
     out.print("replay: " + result.replay, soft_wrap=True)
+
+
+def show_findings(result: Result) -> None:
+    """The findings with their causes and, if they were put to the test, what that showed and what makes the run better."""
+    out = console()
+    for finding in result.findings:
+        out.print(hanging("- ", finding.text))
+        for number, cause in enumerate(finding.causes):
+            shown = f" [{finding.shown[number]}]" if finding.shown else ""
+            out.print(hanging("    ← ", cause + shown))
+    if isinstance(result.remedies, Remedies):
+        _show_remedies(out, result.remedies)
+
+
+def _show_remedies(out: Console, told: Remedies) -> None:
+    """What heals, with its command, then what mitigates, as far as it fits a screen."""
+    where = "all" if told.layers == told.of_layers else f"{told.layers} of {told.of_layers}"
+    pairs = f" and {told.pairs} pairs" if told.pairs else ""
+    out.print(f"{told.tried} flips{pairs} on {where} layers in {told.seconds:.1f} s; what heals is proven on all layers")
+    for effect in ("heals", "mitigates"):
+        found = [remedy for remedy in told.found if remedy.effect == effect]
+        for remedy in found[:_MOST_REMEDIES]:
+            came = "" if effect == "heals" else f" ({remedy.outcome}, coverage {fraction(remedy.coverage)})"
+            out.print(hanging(f"{effect}: ", " and ".join(remedy.flips) + came))
+            if effect == "heals":
+                out.print(f"    {remedy.command}", soft_wrap=True)
+        if len(found) > _MOST_REMEDIES:
+            out.print(f"{len(found) - _MOST_REMEDIES} more that {effect.removesuffix('s')}: --json")
+    if not any(remedy.effect == "heals" for remedy in told.found):
+        out.print("nothing found heals it" if told.pairs else "nothing heals it alone; pairs are tried with --budget SECONDS")
 
 
 def _engine(letter: str, size: dict[str, int]) -> str:

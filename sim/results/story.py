@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from kvcover.sim.errors import InputError
 from kvcover.sim.kernel.events import Dial, Sent
 from kvcover.sim.kernel.history import Event
-from kvcover.sim.results.findings import peer_tp_causes, span
+from kvcover.sim.results.chains import peer_tp_causes
+from kvcover.sim.results.findings import span
 from kvcover.sim.results.outcome import request_outcome
 from kvcover.sim.results.record import Record
 from kvcover.sim.results.result import MEANING
@@ -60,8 +62,18 @@ _TOLD = {
 }
 
 
-def story(record: Record, request: int) -> list[str]:
-    """At most 25 lines; events of one kind that follow each other are one line with their first and last time."""
+def story(record: Record, request: int = 0) -> list[str]:
+    """What happened to one request of a run, in at most 25 lines; raises InputError for a request that isn't there.
+
+    Events of one kind that follow each other are one line with their first and last time, in ms of virtual time.
+
+    >>> eight = Scenario(release="0.26.0", model="deepseek-v3", prefill=Side(tp=8), decode=Side(tp=8))
+    >>> result, world = run_world(resolve(eight))
+    >>> story(record_of(world))[-1]
+    'so: corrupt (decode ran on missing or wrong cells), 976 of 7808 cells covered'
+    """
+    if not 0 <= request < len(record.courses):
+        raise InputError("request", f"there is no request {request}", f"use 0 to {len(record.courses) - 1}")
     course = record.courses[request]
     outcome, went = request_outcome(course), course.cells
     covered, cells = sum(count.covered for count in went), sum(count.cells for count in went)
@@ -91,7 +103,7 @@ def _legs(record: Record, request: int) -> list[str]:
     side = "prefill" if record.mode == "write" else "decode"
     endpoint = record.setup.prefill if side == "prefill" else record.setup.decode
     if params := record.legs.get((request, side)):
-        lines.append(f"{side} reads it: {'; '.join(peer_tp_causes(endpoint.release, params))}")
+        lines.append(f"{side} reads it: {'; '.join(cause.text for cause in peer_tp_causes(endpoint.release, params, side))}")
     fired = [event.detail for event in record.history.events("fault_fired") if event.request in (request, -1)]
     if fired:
         lines.append(f"faults that fired: {', '.join(dict.fromkeys(fired))}")

@@ -7,11 +7,7 @@ the value and the nearest right one. A scenario with every name looked up and ev
 
 from __future__ import annotations
 
-import functools
-import re
 import tomllib
-import types
-import typing
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -20,9 +16,10 @@ import msgspec
 from msgspec import Meta
 
 from kvcover.faults import KINDS, EventFault, Fault, FaultSyntaxError, KeyFault, parse_fault
-from kvcover.faults.read import UnfitJson, plain_json, too_deep, unicode
+from kvcover.faults.read import UnfitJson, plain_json
 from kvcover.sim.errors import InputError, nearest, short
 from kvcover.sim.releases.records import NEWEST
+from kvcover.sim.scenario.complaints import EXAMPLES, check_plain, explain, fields_of, in_tables, reject_name, reject_unknown
 from kvcover.sim.scenario.fabric import FabricSpec
 from kvcover.sim.scenario.routers import TOY_PROXY
 
@@ -177,7 +174,12 @@ class Scenario(_Strict, frozen=True):
 
 
 def load(path: str | Path) -> dict[str, Any]:
-    """The dictionary in a TOML or JSON file; `build` makes it a Scenario."""
+    """The dictionary in a TOML or JSON file; `build` makes it a Scenario. Raises InputError for a file that holds none.
+
+    >>> load("no-such.toml")
+    Traceback (most recent call last):
+    kvcover.sim.errors.InputError: no-such.toml: can't be read: No such file or directory; give the path of a scenario file
+    """
     place, example = str(path) or "''", "see `kvcover run --help` for an example"
     try:
         text = Path(path).read_text(encoding="utf-8-sig")
@@ -202,19 +204,46 @@ def load(path: str | Path) -> dict[str, Any]:
 
 
 def build(data: Mapping[str, Any]) -> Scenario:
-    """Convert and check; raises InputError naming the field, its value and the nearest right one.
+    """The scenario that plain data, such as that of `load`, describes.
 
-    Faults written as tables become shorthands, which is how results and replay lines tell them.
+    Faults written as tables become shorthands, which is how results and replay lines tell them. Raises InputError naming the
+    field, its value and the nearest right one:
+
+    >>> build({"release": "0.26.0", "prefill": {"tp": 8}}).prefill.tp
+    8
+    >>> build({"mode": "wirte"})
+    Traceback (most recent call last):
+    kvcover.sim.errors.InputError: mode: 'wirte' is not one of its values; did you mean 'write'?
     """
+    if not isinstance(data, Mapping):
+        raise InputError("scenario", f"{short(data)} is no table of fields", 'give one such as {"release": "0.27.0"}')
     check_tables(data)
-    _check_plain(data, "")
-    _reject_unknown(Scenario, data, "")
+    check_plain(data, "")
+    reject_unknown(Scenario, data, "")
     try:
         scenario = msgspec.convert(data, Scenario, strict=True)
     except msgspec.ValidationError as error:
-        raise _explain(error, data, Scenario, "") from None
+        raise explain(error, data, Scenario, "") from None
     faults = tuple(str(fault_of(f"faults[{index}]", given)) for index, given in enumerate(scenario.faults))
     return msgspec.structs.replace(scenario, faults=faults)
+
+
+def checked(scenario: Scenario) -> Scenario:
+    """The same scenario, each field of which holds what it may; raises InputError as `build` does.
+
+    Making a struct checks nothing, and anybody can write `Side(tp=-1)`. Reading again what the struct writes is the quick
+    way to know, in microseconds, as a swarm can afford; only what comes back changed is looked at field by field.
+    """
+    try:
+        again = _READ_AGAIN.decode(msgspec.json.encode(scenario))
+        if again == scenario:
+            return again
+    except (msgspec.MsgspecError, TypeError, ValueError, OverflowError, RecursionError):
+        pass
+    return build(in_tables(scenario, Scenario, ""))
+
+
+_READ_AGAIN = msgspec.json.Decoder(Scenario, strict=True)
 
 
 def set_field(data: dict[str, Any], path: str, value: Any) -> None:
@@ -244,143 +273,11 @@ def _spot(here: Any, part: str, path: str) -> Any:
     raise InputError(f"--set {path}", f"there is nothing at {part!r}", hint)
 
 
-# -- saying what is wrong ----------------------------------------------------------------------------------------
-
-_EXAMPLES = {
-    "prefill": "{tp = 4}", "decode": "{tp = 4}", "timers": "{defer_timeout_s = 5}", "timing": "{message_ns = 50000}",
-    "workload": "{concurrency = 4}", "rdma": "{queue_pairs = 1}", "overrides": '{ports = "dp_plus_tp"}',
-    "expect": '{outcome = "ok"}', "faults": '["drop:remote_tp_size"]', "requests": "4 or [{prompt_tokens = 32}]",
-    "fabric": '"cx7" or {write_fixed_ns = 5850, write_gb_per_s = 48.8, read_fixed_ns = 6550, read_gb_per_s = 43.9}',
-    "prefill.host": "10.0.0.1", "decode.host": "10.0.0.2", "requests[]": "{prompt_tokens = 32}",
-    "faults[]": '"drop:remote_tp_size"', "faults[].requests": "[0], or leave it out",
-}  # fmt: skip
-
-
 def check_tables(data: Mapping[str, Any]) -> None:
     """Raise InputError for a field that must be a table and is none, so that options can be put into it."""
     for name in ("prefill", "decode", "timers", "timing", "workload", "rdma", "overrides"):
         if not isinstance(data.get(name, {}), Mapping):
-            raise InputError(name, f"{short(data[name])} is wrong", f"expected a table such as {_EXAMPLES[name]}")
-
-
-def _check_plain(value: Any, place: str) -> None:
-    """Raise InputError for what no field can hold: text that is not Unicode, endless digits, endless nesting."""
-    if isinstance(value, Mapping):
-        if too_deep(dict(value)):
-            raise InputError(place or "scenario", f"{short(value)} is nested too deeply", "use plain values, lists and tables")
-        for key, inner in value.items():
-            _check_plain(key, place or "scenario")
-            _check_plain(inner, _join(place, key))
-    elif isinstance(value, (list, tuple)):
-        for index, inner in enumerate(value):
-            _check_plain(inner, f"{place}[{index}]")
-    elif isinstance(value, str) and not unicode(value):
-        raise InputError(place, f"{short(value)} is not text", "use Unicode characters, in UTF-8")
-    elif isinstance(value, int) and abs(value) >= 10**30:
-        raise InputError(place, "a number of more than 30 digits", "use a smaller one")
-
-
-def _join(place: str, key: object) -> str:
-    """The place of a field; keys that are no names are quoted."""
-    name = key if isinstance(key, str) and re.fullmatch(r"[A-Za-z0-9_-]{1,60}", key) else short(key)
-    return f"{place}.{name}" if place else str(name)
-
-
-@functools.cache
-def _fields(struct: type[msgspec.Struct]) -> dict[str, Any]:
-    """The fields of a struct by the names that people write, with their types."""
-    return {field.encode_name: field.type for field in msgspec.structs.fields(struct)}
-
-
-def _struct_in(annotation: Any) -> type[msgspec.Struct] | None:
-    """The struct type in `X`, `X | None`, `tuple[X, ...]` or `Annotated[X, …]`, if there is one."""
-    if isinstance(annotation, type) and issubclass(annotation, msgspec.Struct):
-        return annotation
-    for inner in typing.get_args(annotation):
-        found = _struct_in(inner)
-        if found is not None:
-            return found
-    return None
-
-
-def _reject_unknown(struct: type[msgspec.Struct], data: Any, place: str) -> None:
-    if isinstance(data, (list, tuple)):
-        for index, item in enumerate(data):
-            _reject_unknown(struct, item, f"{place}[{index}]")
-    if not isinstance(data, Mapping):
-        return
-    fields = _fields(struct)
-    for key, value in data.items():
-        _reject_name(key, value, list(fields), place)
-        inner = _struct_in(fields[key])
-        if inner is not None:
-            _reject_unknown(inner, value, _join(place, key))
-
-
-def _reject_name(key: Any, value: Any, names: list[str], place: str) -> None:
-    if key not in names:
-        raise InputError(_join(place, key), f"no such field (its value is {short(value)})", nearest(str(key), names))
-
-
-_AT = re.compile(r" - at `\$(.*)`$")
-_EXPECTED = re.compile(r"Expected `([^`]*)`(?:, got `[^`]*`)?(.*)", re.DOTALL)
-_WORDS = {"int": "a whole number", "float": "a number", "str": "text", "bool": "true or false", "object": "a table",
-          "array": "a list"}  # fmt: skip
-
-
-def _explain(error: msgspec.ValidationError, data: Any, struct: type[msgspec.Struct], place: str) -> InputError:
-    """msgspec's complaint about `data`, which lies at `place`, in the words of those who write scenarios."""
-    text = str(error)
-    match = _AT.search(text)
-    path, problem = (match[1].lstrip("."), text[: match.start()]) if match else ("", text)
-    if path.endswith("[...]"):  # msgspec names no key of a dictionary; only `overrides` is one
-        path = path.removesuffix("[...]")
-        path += "." + next(key for key, value in _value_at(data, path).items() if not isinstance(value, str))
-    value, where = short(_value_at(data, path)), ".".join(part for part in (place, path) if part) or "scenario"
-    if choices := _choices_at(struct, path):
-        hint = nearest(_value_at(data, path), choices) if isinstance(_value_at(data, path), str) else "use " + " or ".join(choices)
-        return InputError(where, f"{value} is not one of its values", hint)
-    return InputError(where, f"{value} is wrong", _in_words(problem, re.sub(r"\[[0-9]+\]", "[]", where)))
-
-
-def _in_words(problem: str, where: str) -> str:
-    if missing := re.fullmatch(r"Object missing required field `(.*)`", problem):
-        return f"it has no field {missing[1]!r}, which it needs"
-    match = _EXPECTED.fullmatch(problem)
-    if match is None:
-        return problem[0].lower() + problem[1:].replace("`", "")
-    kinds, rest = [kind for kind in match[1].split(" | ") if kind != "null"], match[2]
-    if "matching regex" in rest:
-        rest = " without spaces"
-    example = _EXAMPLES.get(where)
-    return f"expected {' or '.join(_WORDS.get(kind, kind) for kind in kinds)}{rest}" + (f", such as {example}" if example else "")
-
-
-def _value_at(data: Any, path: str) -> Any:
-    for part in re.findall(r"[^.\[\]]+", path):
-        try:
-            data = data[int(part)] if isinstance(data, (list, tuple)) else data[part]
-        except (KeyError, IndexError, ValueError, TypeError):
-            return data
-    return data
-
-
-def _choices_at(struct: type[msgspec.Struct], path: str) -> list[str]:
-    """The values of the Literal at a path, as text."""
-    annotation: Any = struct
-    for part in re.findall(r"[^.\[\]]+", path):
-        if not part.isdecimal():
-            inner = _struct_in(annotation)
-            annotation = _fields(inner).get(part) if inner else None
-    return _literals(annotation)
-
-
-def _literals(annotation: Any) -> list[str]:
-    if typing.get_origin(annotation) is Literal:
-        return [str(choice) for choice in typing.get_args(annotation)]
-    if typing.get_origin(annotation) in (typing.Union, types.UnionType, Annotated):
-        return [choice for inner in typing.get_args(annotation) for choice in _literals(inner)]
-    return []
+            raise InputError(name, f"{short(data[name])} is wrong", f"expected a table such as {EXAMPLES[name]}")
 
 
 def fault_of(place: str, given: dict[str, Any] | str) -> Fault:
@@ -401,12 +298,12 @@ def _fault_in_table(place: str, given: dict[str, Any]) -> Fault:
         raise InputError(f"{place}.kind", f"no fault kind {short(kind)}", nearest(str(kind), KINDS))
     is_key_fault = KINDS[kind].point == "params"
     struct: type[KeyFault | EventFault] = KeyFault if is_key_fault else EventFault
-    names = list(_fields(KeyFault)) if is_key_fault else ["kind", "target", *KINDS[kind].params]
+    names = list(fields_of(KeyFault)) if is_key_fault else ["kind", "target", *KINDS[kind].params]
     for key, value in given.items():
-        _reject_name(key, value, names, place)
+        reject_name(key, value, names, place)
     try:
         return msgspec.convert(given, struct)
     except msgspec.ValidationError as error:
         if isinstance(error.__cause__, FaultSyntaxError):
             raise error.__cause__ from None
-        raise _explain(error, given, struct, place) from None
+        raise explain(error, given, struct, place) from None

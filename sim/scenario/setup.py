@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import msgspec
 
@@ -15,8 +16,9 @@ from kvcover.sim.kernel.clock import stream
 from kvcover.sim.releases.records import ConnectorRelease, get_release
 from kvcover.sim.scenario.fabric import Fabric, get_fabric
 from kvcover.sim.scenario.routers import Router, get_router
-from kvcover.sim.scenario.scenario import RequestSpec, Scenario, Side, fault_of
+from kvcover.sim.scenario.scenario import RequestSpec, Scenario, Side, checked, fault_of
 
+Watch = Callable[[str, ConnectorRelease], ConnectorRelease]
 _MAX_EVENTS = 20_000_000  # minutes, and 3 GB
 _MAX_NEEDED = 1 << 27  # cells of all requests on all ranks: 3 GB
 _MAX_CELLS = 1 << 24  # of one rank and layer
@@ -155,11 +157,20 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     recv_abort_timeout_ns: int
 
 
-def resolve(scenario: Scenario) -> Setup:
-    """Look up every name of the scenario; raises InputError for names and numbers that don't fit together."""
+def resolve(scenario: Scenario, geometry: Geometry | None = None, watch: Watch | None = None) -> Setup:
+    """Look up every name of the scenario, whoever made it; raises InputError for fields, names and sizes that make no sense.
+
+    `geometry` stands in for the scenario's model, `watch` for the release of each engine (prefill, decode).
+
+    >>> resolve(Scenario(release="0.26.0", decode=Side(tp=8))).decode.rank_names()[-1]
+    'D7'
+    """
+    scenario = checked(scenario)
     prefill_release = get_release(scenario.release).overridden(scenario.overrides)
     decode_release = get_release(scenario.decode_release or scenario.release, "decode_release").overridden(scenario.overrides)
-    geometry = resolve_model(scenario.model)
+    if watch is not None:
+        prefill_release, decode_release = watch("prefill", prefill_release), watch("decode", decode_release)
+    geometry = resolve_model(scenario.model) if geometry is None else geometry
     router = get_router(scenario.router, prefill_release.name)
     tables = {
         "prefill": tables_of(geometry, _hybrid(scenario.prefill, prefill_release, geometry)),

@@ -19,23 +19,20 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
-import numpy as np
 
-from kvcover.sim.errors import InputError
+from kvcover.sim.errors import InputError, short
 from kvcover.sim.releases.records import REFERENCE
 from kvcover.sim.results.result import GOOD, OUTCOMES, Result
 from kvcover.sim.scenario.scenario import Scenario
 from kvcover.sim.scenario.setup import resolve
 from kvcover.sim.search.grid import faults_of, side_of, sizes_of
 from kvcover.sim.search.shrink import Draft, shrink
-from kvcover.sim.search.swarm import Swarm
+from kvcover.sim.search.swarm import Swarm, swarm_of
 from kvcover.sim.simulate import run_world
 
-Item = TypeVar("Item")
-Rng = np.random.Generator
 CHUNK_SEEDS = 50
 
 
@@ -213,7 +210,7 @@ def _add(groups: Groups, group: Group) -> None:
         known.merge(group)
 
 
-class Summary(msgspec.Struct):
+class Exploration(msgspec.Struct):
     """Everything that was explored so far."""
 
     runs: int = 0
@@ -265,15 +262,15 @@ def grid_jobs(data: Mapping[str, Any], pairs: Iterable[tuple[int, int]], modes: 
             yield GridJob(draft=draft, name=f"{mode} P{prefill}→D{decode}")
 
 
-def explore(
+def run_jobs(
     jobs: Iterable[Job],
     executor: Executor | None = None,
     in_flight: int = 1,
     budget_s: float = math.inf,
-    tick: Callable[[Summary], None] = lambda summary: None,
-) -> Summary:
+    tick: Callable[[Exploration], None] = lambda summary: None,
+) -> Exploration:
     """Run all jobs, or those that begin within the budget; the summary depends only on which jobs have run."""
-    started, digest, summary = time.perf_counter(), hashlib.blake2b(digest_size=16), Summary()
+    started, digest, summary = time.perf_counter(), hashlib.blake2b(digest_size=16), Exploration()
     for encoded in _results(jobs, executor, in_flight, started + budget_s, summary):
         report = msgspec.msgpack.decode(encoded, type=Report)
         digest.update(report.digests)
@@ -289,7 +286,9 @@ def explore(
     return summary
 
 
-def _results(jobs: Iterable[Job], executor: Executor | None, in_flight: int, deadline: float, summary: Summary) -> Iterator[bytes]:
+def _results(
+    jobs: Iterable[Job], executor: Executor | None, in_flight: int, deadline: float, summary: Exploration
+) -> Iterator[bytes]:
     """What `work` makes of each job, in their order; with an executor, a few at a time are ahead."""
     waiting: deque[Future[bytes]] = deque()
     for job in jobs:
@@ -307,10 +306,58 @@ def _results(jobs: Iterable[Job], executor: Executor | None, in_flight: int, dea
         yield waiting.popleft().result()
 
 
+def refuse_nonsense(summary: Exploration) -> None:
+    """Raise InputError if there were runs, and none of them made sense."""
+    if 0 < summary.runs == summary.outcomes.get("invalid", 0):
+        raise InputError("explore", f"no scenario makes sense ({summary.invalid})", "pin less")
+
+
+def explore(
+    seeds: int = 1000,
+    *,
+    first: int = 0,
+    pins: Mapping[str, Any] | None = None,
+    features: Sequence[str] = (),
+    full: bool = False,
+    faults: bool = True,
+    budget_s: float = math.inf,
+    shrinks: bool = False,
+    executor: Executor | None = None,
+) -> Exploration:
+    """Draw scenarios and faults from seeds, run each on the model, and group what failed: `ranked()` of what is returned.
+
+    `pins` are fields that are as given, whatever a seed draws; `features` draws these only, `full` the rare ones as well, and
+    without `faults` there are none. Nothing begins after `budget_s` seconds. `shrinks` reduces each group's example to the
+    smallest that finds the same; `build` makes a scenario of it. An executor shares the work out, and changes no result.
+    Raises InputError for pins and features that make no sense.
+
+    >>> found = explore(20, pins={"release": "0.26.0", "mode": "write", "model": "layers=1,mla=8"}, features=["tp"])
+    >>> worst = found.ranked()[0]
+    >>> "wrong-peer" in worst.signature.kinds
+    True
+    >>> run(build(worst.draft)).outcome
+    'corrupt'
+    """
+    for place, number, least, most in (("seeds", seeds, 1, 10**9), ("first", first, 0, 2**62)):
+        if not (isinstance(number, int) and least <= number <= most):
+            raise InputError(place, f"{short(number)} is wrong", f"use {least} to {most}")
+    if not budget_s >= 0:
+        raise InputError("budget_s", f"{short(budget_s)} is no number of seconds", "use a number such as 60")
+    swarm = swarm_of(pins or {}, features, full, faults)
+    summary = run_jobs(seed_jobs(swarm, first, seeds), executor, _AHEAD, budget_s)
+    refuse_nonsense(summary)
+    if shrinks:
+        shrink_groups(summary, executor)
+    return summary
+
+
+_AHEAD = 64  # jobs that wait for an executor's workers, however many it has
+
+
 # -- what is kept of a failure -----------------------------------------------------------------------------------
 
 
-def shrink_groups(summary: Summary, executor: Executor | None = None) -> None:
+def shrink_groups(summary: Exploration, executor: Executor | None = None) -> None:
     """Shrink every example; groups whose examples are now of one signature and shape become one."""
     encoded = [msgspec.msgpack.encode(group) for group in summary.groups.values()]
     summary.groups, summary.shrunk = {}, True
@@ -324,38 +371,3 @@ def _shrink_one(encoded: bytes) -> bytes:
     small = group_of(_run_one(draft)[1] or group.signature, group.name, draft)
     small.count = group.count
     return msgspec.msgpack.encode(small)
-
-
-def example_text(group: Group) -> str:
-    """A failure as a scenario file: what to expect in the file, what it was and its digest in comments before it."""
-    head = [f"# {group.name}: {group.signature.outcome}, {', '.join(group.signature.kinds)}; {group.count} runs alike"]
-    draft = dict(group.draft)
-    if group.signature.outcome != "error":
-        result = run_world(resolve(msgspec.convert(draft, Scenario)))[0]
-        head.append(f"# digest {result.digest}")
-        draft["expect"] = {"outcome": result.outcome, "coverage": result.coverage}
-    return file_text(head, draft)
-
-
-def file_text(head: Sequence[str], draft: Draft) -> str:
-    """A scenario file: comments, then the draft's fields."""
-    return "\n".join([*head, *(f"{name} = {_toml(value)}" for name, value in draft.items())]) + "\n"
-
-
-def _toml(value: Any) -> str:
-    """A value in TOML, where strings are as in JSON and tables stand in one line."""
-    if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{name} = {_toml(inner)}" for name, inner in value.items()) + "}"
-    if isinstance(value, (list, tuple)):
-        return "[" + ", ".join(map(_toml, value)) + "]"
-    if isinstance(value, str):
-        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-    return json.dumps(value)
-
-
-def stored_digest(text: str) -> str | None:
-    """The digest in a scenario file's comments."""
-    for line in text.splitlines():
-        if line.startswith("# digest "):
-            return line.removeprefix("# digest ").strip()
-    return None

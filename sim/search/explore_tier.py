@@ -23,7 +23,8 @@ from kvcover.sim.releases.records import RELEASES
 from kvcover.sim.results.agreement import differences, view
 from kvcover.sim.results.result import Result
 from kvcover.sim.scenario.scenario import Scenario, Timing, build
-from kvcover.sim.search.explore import Group, Job, SeedJob, Signature, Summary, file_text, good, group_of, signature_of
+from kvcover.sim.search.example import file_text
+from kvcover.sim.search.explore import Exploration, Group, Job, SeedJob, Signature, good, group_of, signature_of
 from kvcover.sim.search.shrink import Draft
 from kvcover.sim.search.swarm import pin
 from kvcover.sim.simulate import replay_line, run
@@ -86,14 +87,14 @@ def explore_tier(
     drafts: Iterable[tuple[str, Callable[[], Draft]]],
     vllm: str | None = None,
     budget_s: float = math.inf,
-    tick: Callable[[Summary], None] = lambda summary: None,
-) -> Summary:
+    tick: Callable[[Exploration], None] = lambda summary: None,
+) -> Exploration:
     """Run drafts in batches, or those batches that begin within the budget.
 
     What the tier can't run is in `skipped`, by reason. A run that differs from the model is run again, as a busy machine can
     look like a timeout: it is a failure of outcome `differs` if it differs each time, else counted in `varied`.
     """
-    started, digest, summary = time.perf_counter(), hashlib.blake2b(digest_size=16), Summary()
+    started, digest, summary = time.perf_counter(), hashlib.blake2b(digest_size=16), Exploration()
     source = iter(drafts)
     while batch := list(itertools.islice(source, BATCH)):
         if time.perf_counter() > started + budget_s:
@@ -112,7 +113,7 @@ def explore_tier(
 
 
 def _runnable(
-    tier: RealTier, batch: Sequence[tuple[str, Callable[[], Draft]]], vllm: str | None, summary: Summary
+    tier: RealTier, batch: Sequence[tuple[str, Callable[[], Draft]]], vllm: str | None, summary: Exploration
 ) -> Iterator[_Run]:
     for name, make in batch:
         summary.runs += 1
@@ -129,7 +130,7 @@ def _runnable(
             yield _Run(name, draft, scenario)
 
 
-def _skip(summary: Summary, error: TierError) -> None:
+def _skip(summary: Exploration, error: TierError) -> None:
     """Count a draft that was not run; reasons that differ in numbers only are one."""
     reason = f"{error.place}: {error.problem}"
     if error.place != "--vllm":  # a name that the user gave, the same for all drafts
@@ -138,7 +139,7 @@ def _skip(summary: Summary, error: TierError) -> None:
     summary.skipped[reason] = summary.skipped.get(reason, 0) + 1
 
 
-def _attempt(tier: RealTier, runs: list[_Run], vllm: str | None, summary: Summary) -> None:
+def _attempt(tier: RealTier, runs: list[_Run], vllm: str | None, summary: Exploration) -> None:
     if not runs:
         return
     for each, result in zip(runs, tier.attempt([each.scenario for each in runs], vllm), strict=True):
@@ -149,7 +150,7 @@ def _attempt(tier: RealTier, runs: list[_Run], vllm: str | None, summary: Summar
         each.differ = against_model(result)
 
 
-def _repeat(tier: RealTier, runs: list[_Run], vllm: str | None, summary: Summary) -> None:
+def _repeat(tier: RealTier, runs: list[_Run], vllm: str | None, summary: Exploration) -> None:
     """Run again what differs, and believe the run that agrees."""
     if not runs:
         return
@@ -179,7 +180,7 @@ def against_model(real: Result) -> dict[str, list[Any]]:
     return found
 
 
-def _tell(each: _Run, summary: Summary) -> bytes:
+def _tell(each: _Run, summary: Exploration) -> bytes:
     """Count a run and group it if it is a failure; what of it is the same in every exploration."""
     real = each.real
     if real is not None:

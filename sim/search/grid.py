@@ -58,7 +58,7 @@ def key_faults(world: World) -> Iterator[str]:
     for leg, other in (LEGS, LEGS[::-1]):
         for transfer in world.transfers:
             request = transfer.index
-            sent, meant = world.legs.get((request, leg), {}), world.dispatch(transfer).written(other)
+            sent, meant = world.legs.get((request, leg), {}), world.router.dispatch(transfer).written(other)
             previous = world.legs.get((request - 1, leg))
             for body in (body for key, value in sent.items() for body in key_fault_bodies(key, value)):
                 if not parse_key_fault(body).rewrite(sent, previous if body.startswith("stale:") else meant)[1]:

@@ -2,32 +2,51 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
+from msgspec.structs import replace
+
+from kvcover.sim.errors import InputError
 from kvcover.sim.results.result import Result
 from kvcover.sim.results.show import progress
-from kvcover.sim.scenario.scenario import build
+from kvcover.sim.scenario.scenario import Scenario, checked
 from kvcover.sim.scenario.setup import resolve
 from kvcover.sim.tiers import load_tier
 
+SIZES = (1, 2, 4, 8)
 
-def run_matrix(data: dict[str, Any], modes: list[str], pairs: list[tuple[int, int]], tier: str, vllm: str | None) -> list[Result]:
-    """One result a (mode, prefill TP, decode TP), in that order. All scenarios are checked before the first runs."""
-    scenarios = []
-    for mode in modes:
-        for prefill, decode in pairs:
-            scenario = build(
-                {
-                    **data,
-                    "mode": mode,
-                    "prefill": {**data.get("prefill", {}), "tp": prefill},
-                    "decode": {**data.get("decode", {}), "tp": decode},
-                }
-            )
-            resolve(scenario)
-            scenarios.append(scenario)
+
+def matrix(
+    scenario: Scenario,
+    *,
+    prefill: Sequence[int] = SIZES,
+    decode: Sequence[int] = SIZES,
+    modes: Sequence[str] = ("write", "read"),
+    tier: str = "model",
+    vllm: str | None = None,
+) -> list[Result]:
+    """One result a (mode, prefill TP, decode TP), in that order; these three of the scenario's fields are not read.
+
+    Everything is checked before the first runs. Raises InputError for a pairing that makes no sense, and TierError for a tier
+    that can't run here.
+
+    >>> results = matrix(Scenario(release="0.27.0", model="deepseek-v3"), prefill=[4], decode=[4, 8], modes=["write"])
+    >>> [(result.coverage, result.outcome) for result in results]
+    [(1.0, 'ok'), (0.5, 'hang')]
+    """
+    scenario = checked(scenario)
+    if scenario.expect is not None:
+        raise InputError("expect", "a matrix has no single expectation", "use --check")
+    scenarios = [
+        replace(scenario, mode=mode, prefill=replace(scenario.prefill, tp=p), decode=replace(scenario.decode, tp=d))
+        for mode in modes
+        for p in prefill
+        for d in decode
+    ]
+    for each in scenarios:
+        resolve(each)
     run = load_tier(tier)
     if hasattr(run, "many"):
         results: list[Result] = run.many(scenarios, vllm=vllm)
         return results
-    return [run(scenario, vllm=vllm) for scenario in progress(scenarios, "pairings")]
+    return [run(each, vllm=vllm) for each in progress(scenarios, "pairings")]

@@ -19,8 +19,9 @@ from kvcover.sim.errors import InputError, nearest
 from kvcover.sim.kernel.clock import stream
 from kvcover.sim.releases.policies import FIELDS
 from kvcover.sim.releases.records import NEWEST, RELEASES, get_release
-from kvcover.sim.scenario.fabric import FABRICS
-from kvcover.sim.scenario.routers import ROUTERS, TOY_PROXY
+from kvcover.sim.scenario.fabric import FABRICS, get_fabric
+from kvcover.sim.scenario.routers import ROUTERS, TOY_PROXY, get_router
+from kvcover.sim.scenario.scenario import build
 from kvcover.sim.search.grid import (
     EVENT_FAULT_KINDS,
     event_fault_texts,
@@ -354,6 +355,24 @@ class Swarm(msgspec.Struct, frozen=True, kw_only=True):
             draft["model"] = f"layers=1,kv_heads={math.lcm(*sizes_of(draft, 'tp'))},head_dim=8"
             fit(draft)
         return draft
+
+
+def swarm_of(pins: Mapping[str, Any], names: Iterable[str] | None, full: bool, faults: bool) -> Swarm:
+    """A swarm with these fields pinned; raises InputError for pins that make no sense, and for features that aren't there."""
+    check_pins(pins)
+    features = features_of(names, full, faults)
+    if "release" in pins and not names:
+        features = tuple(name for name in features if name != "skew")  # a pinned release is that of both engines
+    return Swarm(features=features, pins=dict(pins))
+
+
+def check_pins(pins: Mapping[str, Any]) -> None:
+    """Raise InputError for fields and names of no scenario, at once and not at every seed."""
+    built = build(pins)
+    for place, release in (("release", built.release), ("decode_release", built.decode_release or built.release)):
+        get_release(release, place).overridden(built.overrides)
+    get_router(built.router, built.release)
+    get_fabric(built.fabric)
 
 
 def features_of(names: Iterable[str] | None, full: bool, faults: bool) -> tuple[str, ...]:

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from kvcover.real_backend.evidence.parity import Planned, Verdict, plan, verdicts
+from kvcover.real_backend.evidence.parity import Comparison, comparisons, plan, releases_of
+from kvcover.real_backend.evidence.plan import Planned
 
 RELEASES = ("0.26.0", "0.27.0", "0.33.0", "0.27.0→0.33.0")
 CASES_A_RELEASE = 7
@@ -20,20 +21,23 @@ pytestmark = pytest.mark.vllm
 
 
 def cases(releases: str) -> list[Planned]:
-    fitting = [each for each in plan() if each.releases == releases and each.cell.case().ranks <= MOST_RANKS]
-    return fitting[:CASES_A_RELEASE]
+    return [each for each in plan() if releases_of(each.scenario) == releases and ranks(each) <= MOST_RANKS][:CASES_A_RELEASE]
+
+
+def ranks(planned: Planned) -> int:
+    return sum(side.tp * side.dp for side in (planned.scenario.prefill, planned.scenario.decode))
 
 
 @pytest.fixture(scope="module")
-def seen(trees: Path) -> dict[str, Verdict]:
+def seen(trees: Path) -> dict[str, Comparison]:
     """All cases, one import a release."""
     there = [each for each in RELEASES if all((trees / release).is_dir() for release in each.split("→"))]
-    return {verdict.id: verdict for releases in there for verdict in verdicts(trees, cases(releases))}
+    return {found.id: found for releases in there for found in comparisons(trees, cases(releases))}
 
 
 @pytest.mark.parametrize("planned", [each for releases in RELEASES for each in cases(releases)], ids=lambda each: each.id)
-def test_model_and_connector_agree(planned: Planned, trees: Path, seen: dict[str, Verdict]) -> None:
+def test_model_and_connector_agree(planned: Planned, trees: Path, seen: dict[str, Comparison]) -> None:
     if planned.id not in seen:
-        pytest.skip(f"NOT RUN: no tree of vLLM {planned.releases} in KVCOVER_TREES")
-    verdict = seen[planned.id]
-    assert verdict.verdict != "disagree", json.dumps(verdict.differ) + " ".join(verdict.raised)
+        pytest.skip(f"NOT RUN: no tree of vLLM {releases_of(planned.scenario)} in KVCOVER_TREES")
+    found = seen[planned.id]
+    assert found.verdict != "disagree", json.dumps(found.differ) + " ".join(found.raised)

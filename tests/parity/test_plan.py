@@ -6,14 +6,16 @@ from itertools import combinations, product
 
 import pytest
 
-from kvcover.real_backend.evidence.all_pairs import Case, all_pairs
-from kvcover.real_backend.evidence.parity import Planned, model_view, plan
+from kvcover.real_backend.evidence.all_pairs import Combination, all_pairs
+from kvcover.real_backend.evidence.parity import model_view, plan
+from kvcover.real_backend.evidence.plan import Planned
 from kvcover.sim.releases.records import RELEASES
+from kvcover.sim.scenario.scenario import Side
 
 SMALL = {"a": (1, 2, 3), "b": ("x", "y"), "c": (True, False), "d": (0, 1, 2, 3)}
 
 
-def fits(case: Case) -> bool:
+def fits(case: Combination) -> bool:
     return not (case.get("a") == 2 and case.get("b") == "y")
 
 
@@ -38,13 +40,17 @@ def test_a_pair_that_fits_no_case_is_an_error() -> None:
 def test_the_plan_is_small_enough_for_an_hour_and_has_every_release() -> None:
     cases = plan()
     assert len({each.id for each in cases}) == len(cases) <= 400
-    assert {each.cell.release for each in cases} == set(RELEASES) - {"reference"}
-    assert any(each.decode_release != each.cell.release for each in cases)
-    assert max(each.cell.case().ranks for each in cases) <= 16
+    assert {each.scenario.release for each in cases} == set(RELEASES) - {"reference"}
+    assert any(each.scenario.decode_release for each in cases)
+    assert max(ranks(each.scenario.prefill) + ranks(each.scenario.decode) for each in cases) <= 16
+
+
+def ranks(side: Side) -> int:
+    return side.tp * side.dp
 
 
 @pytest.mark.parametrize("planned", plan(), ids=lambda each: each.id)
 def test_the_model_runs_every_case_of_the_plan(planned: Planned) -> None:
-    view = model_view(planned)
-    assert len(view["coverage"]) == planned.cell.decode.tp * planned.cell.decode.dp
+    _, view = model_view(planned.scenario)
+    assert len(view["coverage"]) == ranks(planned.scenario.decode)
     assert view["outcome"] != "vacuous"

@@ -19,16 +19,15 @@ from click.testing import CliRunner, Result
 from kvcover import InputError, build, run
 from kvcover.sim.commands.explore import explore as explore_command
 from kvcover.sim.commands.explore import replay as replay_command
+from kvcover.sim.search.example import example_text, stored_digest
 from kvcover.sim.search.explore import (
+    Exploration,
     Signature,
-    Summary,
-    example_text,
-    explore,
     grid_jobs,
     group_of,
+    run_jobs,
     seed_jobs,
     shrink_groups,
-    stored_digest,
 )
 from kvcover.sim.search.grid import faults_of
 from kvcover.sim.search.shrink import Draft, find_once
@@ -40,8 +39,8 @@ MLA = "layers=1,mla=8"
 
 
 @cache
-def blank_swarm() -> Summary:
-    return explore(seed_jobs(SWARM, 0, 2000))
+def blank_swarm() -> Exploration:
+    return run_jobs(seed_jobs(SWARM, 0, 2000))
 
 
 def shrunk(outcome: str, releases: Sequence[str], kind: str, mode: str) -> list[Draft]:
@@ -51,7 +50,7 @@ def shrunk(outcome: str, releases: Sequence[str], kind: str, mode: str) -> list[
         for key, group in blank_swarm().groups.items()
         if (key[0].outcome, key[0].mode) == (outcome, mode) and key[0].release in releases and kind in key[0].kinds
     }
-    found = Summary(groups=groups)
+    found = Exploration(groups=groups)
     shrink_groups(found)
     return [group.draft for group in found.groups.values()]
 
@@ -75,7 +74,7 @@ def test_finds_that_an_unknown_size_erases_the_dp_term() -> None:
 def test_the_reference_is_right_or_refuses() -> None:
     features = ("read", "tp", "dp", "model", "prompt", "requests", "block-ids", "pools", "fabric", "timers", "timing")
     swarm = Swarm(features=features, pins={"release": "reference"})
-    summary = explore(seed_jobs(swarm, 0, 400))
+    summary = run_jobs(seed_jobs(swarm, 0, 400))
     assert set(summary.outcomes) == {"ok", "refused", "recomputed"}  # READ of a prompt of one token
     assert summary.failures == 0
 
@@ -89,7 +88,7 @@ def test_every_feature_is_drawn_and_every_draft_makes_sense() -> None:
         drawn |= set(FULL.drawn(seed))
         build(FULL.draft(seed))
     assert drawn == set(FEATURES)
-    assert "invalid" not in explore(seed_jobs(FULL, 0, 300)).outcomes
+    assert "invalid" not in run_jobs(seed_jobs(FULL, 0, 300)).outcomes
 
 
 def test_a_seed_draws_the_same_whatever_else_is_drawn() -> None:
@@ -113,20 +112,20 @@ def test_pins_win() -> None:
 
 @pytest.mark.parametrize("chunk", [7, 50, 1000])
 def test_digest_does_not_depend_on_chunks_or_executors(chunk: int) -> None:
-    alone = explore(seed_jobs(SWARM, 0, 200))
+    alone = run_jobs(seed_jobs(SWARM, 0, 200))
     with ThreadPoolExecutor(2) as pool:
-        pooled = explore(seed_jobs(SWARM, 0, 200, chunk), pool, 2)
+        pooled = run_jobs(seed_jobs(SWARM, 0, 200, chunk), pool, 2)
     assert pooled.digest == alone.digest
     assert pooled.outcomes == alone.outcomes
     assert pooled.groups == alone.groups
 
 
 def test_other_seeds_other_digest() -> None:
-    assert explore(seed_jobs(SWARM, 0, 20)).digest != explore(seed_jobs(SWARM, 1, 20)).digest
+    assert run_jobs(seed_jobs(SWARM, 0, 20)).digest != run_jobs(seed_jobs(SWARM, 1, 20)).digest
 
 
 def test_budget_begins_nothing_new() -> None:
-    summary = explore(seed_jobs(SWARM, 0, 1000), budget_s=0.0)
+    summary = run_jobs(seed_jobs(SWARM, 0, 1000), budget_s=0.0)
     assert summary.stopped
     assert summary.runs < 1000
 
@@ -139,7 +138,7 @@ def test_dask() -> None:
         distributed.Client(cluster) as client,
     ):
         executor: Executor = client.get_executor()
-        assert explore(seed_jobs(SWARM, 0, 200), executor, 4).digest == explore(seed_jobs(SWARM, 0, 200)).digest
+        assert run_jobs(seed_jobs(SWARM, 0, 200), executor, 4).digest == run_jobs(seed_jobs(SWARM, 0, 200)).digest
 
 
 # -- what counts -------------------------------------------------------------------------------------------------
@@ -147,20 +146,20 @@ def test_dask() -> None:
 
 def test_vacuous_runs_are_counted_apart() -> None:
     swarm = Swarm(features=(), pins={"release": "0.27.0", "faults": ["drop:remote_tpsize"]})
-    summary = explore(seed_jobs(swarm, 0, 3))
+    summary = run_jobs(seed_jobs(swarm, 0, 3))
     assert summary.outcomes == {"vacuous": 3}
     assert summary.groups == {}
 
 
 def test_an_impossible_pin_is_counted_and_said() -> None:
-    summary = explore(seed_jobs(Swarm(features=(), pins={"prefill": {"num_blocks": 1}}), 0, 3))
+    summary = run_jobs(seed_jobs(Swarm(features=(), pins={"prefill": {"num_blocks": 1}}), 0, 3))
     assert summary.outcomes == {"invalid": 3}
     assert "num_blocks" in summary.invalid
 
 
 def test_groups_are_counted_once_with_the_smallest_example() -> None:
     swarm = Swarm(features=("requests",), pins={"release": "0.26.0", "prefill": {"tp": 2}, "decode": {"tp": 2}})
-    summary = explore(seed_jobs(swarm, 0, 40))
+    summary = run_jobs(seed_jobs(swarm, 0, 40))
     assert summary.outcomes == {"corrupt": 40}
     assert sum(group.count for group in summary.groups.values()) == 40
     example = summary.ranked()[0].draft
@@ -185,7 +184,7 @@ def test_grid_runs_every_key_of_every_leg() -> None:
     assert "drop:remote_tp_size" in faults
     assert not any("#" in fault for fault in faults), "one request needs no number"
     keys = [fault for fault in faults if fault.startswith(("drop:", "set:", "rename:", "swap:", "stale:"))]
-    summary = explore(grid_jobs(draft, [(2, 2)], ["write"]))
+    summary = run_jobs(grid_jobs(draft, [(2, 2)], ["write"]))
     assert summary.runs == len(faults) + 1
     assert summary.outcomes.get("vacuous", 0) <= len(faults) - len(keys), "a key fault of the grid always fires"
 

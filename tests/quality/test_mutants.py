@@ -15,8 +15,10 @@ import pytest
 
 from kvcover import resolve
 from kvcover.sim.errors import InputError, PeerRefusal
-from kvcover.sim.moriio.decode import DecodeEngine, DecodeRank
+from kvcover.sim.moriio.decode import DecodeEngine
+from kvcover.sim.moriio.decode_rank import DecodeRank
 from kvcover.sim.moriio.prefill import PrefillEngine
+from kvcover.sim.moriio.reports import Reports
 from kvcover.sim.moriio.writer import Writer
 from kvcover.sim.releases import blocks, maps
 from kvcover.sim.releases.policies import FIELDS, Policy
@@ -118,14 +120,14 @@ def never_freed(patch: pytest.MonkeyPatch) -> None:
 
 
 def resumed_at_the_first_report(patch: pytest.MonkeyPatch) -> None:
-    real = DecodeEngine.report
+    real = Reports.report
 
-    def report(self: DecodeEngine, transfer_id: str, failed: bool) -> bool:
+    def report(self: Reports, transfer_id: str, failed: bool) -> bool:
         if transfer_id in self._mapped:
-            self._reports[self._mapped[transfer_id].index] = self.me.tp
+            self._counts[self._mapped[transfer_id].index] = self._ranks
         return real(self, transfer_id, failed)
 
-    patch.setattr(DecodeEngine, "report", report)
+    patch.setattr(Reports, "report", report)
 
 
 def message_lost(patch: pytest.MonkeyPatch) -> None:

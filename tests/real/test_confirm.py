@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import json
+import math
+import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from kvcover import build, run
 from kvcover.real_backend.evidence.compare import compare, read_result
-from kvcover.real_backend.evidence.confirm import CONFIRMED, INCONCLUSIVE, NOT_CONFIRMED, confirm
+from kvcover.real_backend.evidence.confirm import CONFIRMED, INCONCLUSIVE, NOT_CONFIRMED, confirm, judge
+from kvcover.real_backend.inside.raising import what_is_broken
+from kvcover.real_backend.inside.vllm_setup import MORIIO_FOLDER
 from kvcover.sim.errors import InputError
+from kvcover.sim.results.result import Finding
+from tests.real.linked_tree import linked_tree
 from tests.real.test_connector_tier import needs
 
 MLA = {"model": "layers=2,mla=64+16"}
@@ -46,6 +56,113 @@ def test_good_before_is_not_confirmed() -> None:
 def test_a_fault_that_never_fires_is_inconclusive() -> None:
     done = confirm(sides(8, 8, faults=["drop:no_such_key"]), "0.26.0", "0.27.0", "model")
     assert (done.verdict, "never fired" in done.reason) == (INCONCLUSIVE, True)
+
+
+def _unset_variable() -> None:
+    if "":
+        value = 0
+    print(value)
+
+
+def _wrapped() -> None:
+    try:
+        exec("no_such_name")
+    except NameError as error:
+        raise RuntimeError("handshake failed") from error
+
+
+def _refuse_to_register() -> None:
+    source = "def register_memory():\n    raise RuntimeError('ibv_reg_mr: Invalid argument')\nregister_memory()"
+    exec(compile(source, "/usr/lib/python3/dist-packages/mori/io/engine.py", "exec"), {})
+
+
+def _fail(error: Exception) -> Callable[[], None]:
+    def act() -> None:
+        raise error
+
+    return act
+
+
+@pytest.mark.parametrize(
+    ("act", "named"),
+    [
+        (lambda: exec("no_such_name"), "NameError"),
+        (_wrapped, "NameError"),
+        (lambda: exec("import no_such_module"), "ModuleNotFoundError"),
+        (lambda: exec("from math import no_such_name"), "ImportError"),
+        (lambda: exec("def f(:"), "SyntaxError"),
+        (lambda: getattr(math, "no_such_function"), "AttributeError"),  # noqa: B009
+        (lambda: ctypes.CDLL("libno_such_library.so"), "OSError"),
+        (_refuse_to_register, "RuntimeError: ibv_reg_mr"),
+        (_fail(MemoryError()), "MemoryError"),
+        (_fail(OSError(errno.EMFILE, "Too many open files")), "OSError"),
+        (_fail(OSError(errno.ENOSPC, "No space left on device")), "OSError"),
+    ],
+)
+def test_an_error_that_no_protocol_makes_is_told_from_the_connector_s_own(act: Callable[[], None], named: str) -> None:
+    with pytest.raises(Exception) as raised:  # noqa: PT011
+        act()
+    assert what_is_broken(raised.value).startswith(named)
+
+
+@pytest.mark.parametrize(
+    "act",
+    [
+        lambda: dict[str, int]()["remote_tp_size"],
+        lambda: getattr(None, "remote_host"),  # noqa: B009
+        _unset_variable,
+        _fail(AssertionError("no blocks")),
+        _fail(ValueError("unequal block lengths")),
+        _fail(TypeError("can only concatenate str")),
+        _fail(RuntimeError("remote engine is not registered")),
+        _fail(TimeoutError()),
+        _fail(ConnectionRefusedError()),
+        _fail(BrokenPipeError(errno.EPIPE, "Broken pipe")),
+        _fail(socket.gaierror(socket.EAI_NONAME, "Name or service not known")),
+        _fail(OSError(errno.EHOSTUNREACH, "No route to host")),
+    ],
+)
+def test_the_connector_s_own_errors_stay_outcomes(act: Callable[[], None]) -> None:
+    with pytest.raises(Exception) as raised:  # noqa: PT011
+        act()
+    assert what_is_broken(raised.value) == ""
+
+
+def test_broken_code_is_inconclusive_on_either_side() -> None:
+    bad, good = (run(build(sides(8, 8, release=release))) for release in ("0.26.0", "0.27.0"))
+    broken = Finding(kind="broken", text="P0: NameError in start_load_kv: x", causes=["no fault of the protocol"])
+    dead = msgspec.structs.replace(bad, outcome="crash", findings=[broken])
+    assert judge(bad, good)[0] == CONFIRMED
+    for pair, when in (((dead, good), "before"), ((bad, dead), "after")):
+        verdict, reason = judge(*pair)
+        assert (verdict, reason.startswith(when), "NameError" in reason) == (INCONCLUSIVE, True, True)
+
+
+def broken_tree(folder: Path, release: str, file: str, line: str) -> Path:
+    """A release whose connector has a name that is nowhere, above `line`."""
+    tree = linked_tree(folder / "tree", release, f"{MORIIO_FOLDER}/{file}")
+    code = (tree / MORIIO_FOLDER / file).read_text()
+    indent = line[: len(line) - len(line.lstrip())]
+    assert code.count(line) == 1
+    (tree / MORIIO_FOLDER / file).write_text(code.replace(line, f"{indent}no_such_name\n{line}"))
+    return tree
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize(
+    ("file", "line", "call"),
+    [
+        ("moriio_connector.py", "        return self.connector_worker.get_finished()", "get_finished"),
+        # the writer's thread catches what its tasks raise, logs it, and calls the request done
+        ("moriio_engine.py", "                self._execute_write_task(task)\n            except Exception:", "_write_worker_loop"),
+    ],
+)  # fmt: skip
+def test_a_tree_whose_connector_has_a_name_error_is_inconclusive(tmp_path: Path, file: str, line: str, call: str) -> None:
+    needs("0.27.0")
+    done = confirm(sides(2, 2), str(broken_tree(tmp_path, "0.27.0", file, line)), "0.27.0", "connector")
+    assert done.before.outcome != "ok"
+    assert done.verdict == INCONCLUSIVE
+    assert call in done.reason and "no_such_name" in done.reason
 
 
 def test_the_hash_is_of_the_scenario_alone() -> None:

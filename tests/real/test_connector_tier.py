@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
 import signal
 import socket
 import subprocess
@@ -11,9 +12,11 @@ import sys
 import time
 import tomllib
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from kvcover import Result, build
@@ -23,9 +26,10 @@ from kvcover.real_backend.driver.book import SharedInjector
 from kvcover.real_backend.inside.vllm_setup import MORIIO_FOLDER
 from kvcover.real_backend.machine import trees
 from kvcover.real_backend.tiers.connector import connector_tier
-from kvcover.real_backend.tiers.translate import to_job
+from kvcover.real_backend.tiers.translate import to_trial
 from kvcover.sim.errors import InputError, TierError
 from tests.measured.test_measured import ROWS, observed, rounded, scenario_of
+from tests.unit.test_packaging import OTHERS, OURS, litter
 
 SMALL = {"model": "layers=2,mla=64+16", "prefill": {"tp": 2}, "decode": {"tp": 2}}
 vllm = pytest.mark.vllm
@@ -66,24 +70,34 @@ def needs(*releases: str) -> None:
 )
 def test_what_the_harness_cannot_do_is_refused_by_name(fields: dict[str, Any], place: str) -> None:
     with pytest.raises(TierError) as error:
-        to_job(build(SMALL | fields))
+        to_trial(build(SMALL | fields))
     assert error.value.place == place
 
 
 def test_nothing_is_refused_that_is_a_default() -> None:
-    job = to_job(build({"prefill": {"tp": 2}, "decode": {"tp": 2}, "fabric": "loopback", "seed": 3}))
-    assert job.case.model.layers == 32
+    trial = to_trial(build({"prefill": {"tp": 2}, "decode": {"tp": 2}, "fabric": "loopback", "seed": 3}))
+    assert trial.setup.geometry.layers == 32
 
 
 def test_timers_of_the_scenario_are_kept() -> None:
-    timers = to_job(build(SMALL | {"timers": {"defer_timeout_s": 7}})).case.timers
-    assert (timers.transfer_s, timers.defer_s) == (None, 7)
+    own, kept = (to_trial(build(SMALL | timers)).limits for timers in ({}, {"timers": {"defer_timeout_s": 7}}))
+    assert kept == replace(own, defer_s=7) != own
+
+
+def test_a_trial_reaches_the_ranks_without_what_only_the_router_has() -> None:
+    """Planned faults tell a default by its identity, which a pickle would lose."""
+    faults = ["fail-transfer:write,layer=1", "drop:remote_tp_size@prefill"]
+    trial = replace(to_trial(build(SMALL | {"faults": faults})), book=Path("book"), completion_delay_s=0.5)
+    there = pickle.loads(pickle.dumps(trial))
+    assert there.setup == trial.setup and [str(fault) for fault in there.setup.faults] == faults
+    assert (there.tables, there.limits, there.book, there.completion_delay_s) == (trial.tables, trial.limits, Path("book"), 0.5)
+    assert (there.legs, there.keys.faults) == ((), ())
 
 
 def test_key_faults_act_on_the_legs_and_count() -> None:
-    job = to_job(build(SMALL | {"faults": ["drop:remote_tp_size@prefill", "drop:nothing"]}))
-    assert "remote_tp_size" not in job.case.requests[0].prefill_leg
-    assert job.keys.fired == [1, 0]
+    trial = to_trial(build(SMALL | {"faults": ["drop:remote_tp_size@prefill", "drop:nothing"]}))
+    assert "remote_tp_size" not in trial.legs[0].prefill
+    assert trial.keys.fired == [1, 0]
 
 
 def _count(book: Path, times: int) -> None:
@@ -122,6 +136,22 @@ def test_a_tree_of_another_release_than_the_scenarios_is_refused(tmp_path: Path,
         connector_tier(build(SMALL | {"release": "0.26.0"}), vllm="0.27.0")
 
 
+def test_a_tree_that_says_two_versions_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVCOVER_CACHE", str(tmp_path))
+    monkeypatch.delenv("KVCOVER_TREES", raising=False)
+    folder = tmp_path / "vllm" / "0.26.0"
+    (folder / MORIIO_FOLDER).mkdir(parents=True)
+    (folder / MORIIO_FOLDER / "moriio_connector.py").touch()
+    (folder / "vllm-0.26.0.dist-info").mkdir()
+    version = folder / "vllm/_version.py"
+    version.write_text("__version__ = version = '0.26.0+empty'\n")
+    assert trees.find("0.26.0").version == trees.find(str(folder)).version == "0.26.0"
+    version.write_text("__version__ = version = '0.33.0'\n")
+    for name in ("0.26.0", str(folder)):
+        with pytest.raises(TierError, match=r"is vLLM 0\.26\.0 by its dist-info, and 0\.33\.0 by its vllm/_version\.py"):
+            trees.find(name)
+
+
 def test_without_a_tree_it_says_what_to_do(kvcover: Any) -> None:
     done = kvcover("run", "--tier", "connector", "--release", "0.27.0")
     assert done.returncode == 2
@@ -141,6 +171,35 @@ def kvcover(tmp_path: Path) -> Any:
         )
 
     return run
+
+
+@vllm
+def test_a_users_modules_are_not_those_of_the_ranks(tmp_path: Path) -> None:
+    """The command was started in a folder whose modules end whatever imports them; what it starts is not in their reach."""
+    needs("0.26.0")
+    script, folder = tmp_path / "bin" / "kvcover", tmp_path / "work"
+    for path in (script.parent, folder):
+        path.mkdir()
+    script.write_text("from kvcover.sim.cli import main\nmain()\n")
+    words = [
+        "run",
+        "--tier",
+        "connector",
+        "--release",
+        "0.26.0",
+        "--model",
+        "layers=2,mla=64+16",
+        "--prefill",
+        "4",
+        "--decode",
+        "4",
+    ]
+    done = subprocess.run(
+        [sys.executable, str(script), *words, "--json"], cwd=litter(folder, (*OURS, *OTHERS, "torch.py", "vllm.py", "zmq.py")),
+        capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert msgspec.json.decode(done.stdout)["coverage"] == 0.25  # measured: row 0.26.0/write/p4d4/mla/toy
 
 
 # -- on vLLM's own connector -------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from kvcover.real_backend.tiers.drafts import DRAWN, fit
 from kvcover.sim.commands.explore import explore as explore_command
 from kvcover.sim.errors import TierError
 from kvcover.sim.scenario.scenario import Scenario
-from kvcover.sim.search.explore import Summary, seed_jobs
+from kvcover.sim.search.explore import Exploration, seed_jobs
 from kvcover.sim.search.explore_tier import against_model, drafts_of, explore_tier, pinned
 from kvcover.sim.search.shrink import Draft
 from kvcover.sim.search.swarm import FEATURES, Swarm
@@ -57,7 +57,7 @@ class FakeTier:
         return found
 
 
-def explored(tier: FakeTier, count: int = 30, release: str = "0.33.0") -> Summary:
+def explored(tier: FakeTier, count: int = 30, release: str = "0.33.0") -> Exploration:
     swarm = Swarm(features=tier.features, pins=pinned(tier, {}, release))
     return explore_tier(tier, drafts_of(tier, seed_jobs(swarm, 0, count)))
 
@@ -168,14 +168,14 @@ def test_options_of_the_model_tier(monkeypatch: pytest.MonkeyPatch, words: list[
 
 def test_most_drafts_can_run_on_the_connector_tier() -> None:
     """Without any tree: only translation, which is what refuses."""
-    from kvcover.real_backend.tiers.translate import to_job
+    from kvcover.real_backend.tiers.translate import to_trial
 
     assert set(DRAWN) <= set(FEATURES)
     swarm, runnable = Swarm(features=DRAWN, pins=pinned(connector_tier, {}, "0.33.0")), 0
     for seed in range(200):
         draft = swarm.draft(seed, fit)
         try:
-            to_job(build(draft))
+            to_trial(build(draft))
         except TierError:
             continue
         runnable += 1

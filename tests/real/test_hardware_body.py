@@ -5,10 +5,12 @@ Not run on MI300 yet: what is real there and not here is named in docs/loopback.
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,15 +19,20 @@ import msgspec
 import numpy as np
 import pytest
 
-from kvcover.real_backend.driver.case import ConnectorCase, EngineSize, ModelShape
-from kvcover.real_backend.inside.cells import Cells
-from kvcover.real_backend.inside.device_rank import record_posts
+from kvcover.real_backend.evidence.confirm import confirm
+from kvcover.real_backend.inside.cells import cells_of
+from kvcover.real_backend.inside.device_worker import record_posts
+from kvcover.real_backend.inside.vllm_setup import MORIIO_FOLDER
+from kvcover.real_backend.machine import trees
 from kvcover.real_backend.machine.doctor import Line
+from kvcover.real_backend.machine.trees import Tree
 from kvcover.real_backend.tiers import hardware
 from kvcover.real_backend.tiers.hardware import hardware_tier, launch, read_result, transport
-from kvcover.sim.errors import TierError
+from kvcover.real_backend.tiers.translate import to_trial
+from kvcover.sim.errors import InputError, TierError
 from kvcover.sim.results.result import Result
 from kvcover.sim.scenario.scenario import Scenario, build
+from tests.unit.test_packaging import OTHERS, OURS, litter
 
 LIMIT_S = 300.0
 NO_GPU = not os.path.exists("/dev/kfd")
@@ -87,6 +94,31 @@ def test_a_fault_of_each_class_acts_under_torchrun(
 
 @pytest.mark.vllm
 @pytest.mark.slow
+def test_a_users_modules_are_not_those_of_the_ranks(trees: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchrun starts its ranks with `-m`, which puts the current folder first unless it is told not to."""
+    if not (trees / "0.26.0").is_dir():
+        pytest.skip("NOT RUN: no tree of vLLM 0.26.0 in KVCOVER_TREES")
+    monkeypatch.chdir(litter(tmp_path, (*OURS, *OTHERS, "torch.py", "vllm.py", "zmq.py")))
+    assert coverage(launch(scenario("0.26.0"), "0.26.0", ("--loopback-test",), LIMIT_S)) == [1.0, 0.0]
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_torchrun_by_hand_minds_no_module_called_as_ours(trees: Path, tmp_path: Path) -> None:
+    """As README says to start it over several machines, where a folder may hold a `faults.py` or a `sim`."""
+    if not (trees / "0.26.0").is_dir():
+        pytest.skip("NOT RUN: no tree of vLLM 0.26.0 in KVCOVER_TREES")
+    given, written = tmp_path / "scenario.json", tmp_path / "result.json"
+    given.write_bytes(msgspec.json.encode(scenario("0.26.0")))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
+    command += ["-m", "kvcover.real_backend.tiers.torchrun", str(given), "-o", str(written), "--vllm", "0.26.0", "--loopback-test"]
+    ours = litter(tmp_path, [name for name in OURS if not name.startswith("mori")])
+    subprocess.run(command, cwd=ours, capture_output=True, timeout=LIMIT_S, check=False)
+    assert coverage(read_result(written)) == [1.0, 0.0]
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
 def test_two_nodes_of_torchrun_meet(trees: Path, tmp_path: Path) -> None:
     """Two agents, one with prefill's ranks and one with decode's, as on two machines."""
     if not (trees / "0.33.0").is_dir():
@@ -141,6 +173,96 @@ def test_the_tier_names_every_missing_thing(monkeypatch: pytest.MonkeyPatch) -> 
         hardware_tier(scenario("0.33.0"))
 
 
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch) -> list[Scenario]:
+    """The scenarios that would be launched on a machine that has all that the tier needs."""
+    launched: list[Scenario] = []
+
+    def launch(given: Scenario, *_rest: Any) -> Any:
+        launched.append(given)
+
+    monkeypatch.setattr(hardware, "check_hardware", lambda _transport: None)
+    monkeypatch.setattr(hardware, "launch", launch)
+    return launched
+
+
+def install(monkeypatch: pytest.MonkeyPatch, version: str | None) -> None:
+    monkeypatch.setattr(trees, "installed", lambda: Tree(None, version, "installed"))
+
+
+@pytest.mark.parametrize(
+    ("version", "release", "good"),
+    [
+        ("0.26.0", "0.26.0", True),
+        ("0.25.1", "0.25.0", True),  # two names of one connector
+        ("0.27.0", "0.27.1", True),
+        ("0.27.1.dev3", "0.27.0", True),  # as ROCm images have it, without what follows the +
+        ("0.27.0", "0.26.0", False),
+        ("0.26.1.dev350", "0.26.0", False),  # of no release: on its way from 0.26.0 to what may be another connector
+        ("0.27.0", "0.33.0", False),  # the newest is named too, even if only by default
+        (None, "0.27.0", False),
+    ],
+)
+def test_the_installed_vllm_runs_only_as_the_release_that_it_is(
+    monkeypatch: pytest.MonkeyPatch, runs: list[Scenario], version: str | None, release: str, good: bool
+) -> None:
+    install(monkeypatch, version)
+    if good:
+        hardware_tier(scenario(release))
+        assert [each.release for each in runs] == [release]
+    else:
+        with pytest.raises(TierError, match=rf"asked for vLLM {release}, but .* is installed; .* by its folder") as error:
+            hardware_tier(scenario(release))
+        assert "\n" not in str(error.value) and runs == []
+
+
+def test_two_releases_need_two_vllms(monkeypatch: pytest.MonkeyPatch, runs: list[Scenario]) -> None:
+    install(monkeypatch, "0.26.0")
+    with pytest.raises(TierError, match=r"asked for vLLM 0\.27\.0, but 0\.26\.0 is installed"):
+        hardware_tier(scenario("0.26.0", decode_release="0.27.0"))
+    for before, after in (("0.26.0", "0.27.0"), ("0.27.0", "0.26.0")):
+        with pytest.raises(TierError, match=r"asked for vLLM 0\.27\.0, but 0\.26\.0 is installed"):
+            confirm({"prefill": {"tp": 2}, "decode": {"tp": 2}}, before, after, "hardware")
+    assert runs == []  # also where the first of them could have run
+
+
+def test_a_vllm_of_no_release_is_given_by_its_folder(monkeypatch: pytest.MonkeyPatch, runs: list[Scenario], tmp_path: Path) -> None:
+    (tmp_path / MORIIO_FOLDER).mkdir(parents=True)
+    (tmp_path / MORIIO_FOLDER / "moriio_connector.py").touch()
+    (tmp_path / "vllm-0.26.1.dev350+rocm723.dist-info").mkdir()
+    hardware_tier(build({"prefill": {"tp": 2}, "decode": {"tp": 2}}), vllm=str(tmp_path))
+    assert len(runs) == 1
+    with pytest.raises(InputError, match=r"0\.26\.1\.dev350 is not the 0\.26\.0 that the scenario asks for"):
+        hardware_tier(scenario("0.26.0"), vllm=str(tmp_path))
+    (tmp_path / "vllm-0.26.1.dev350+rocm723.dist-info").rename(tmp_path / "vllm-0.26.0.dist-info")
+    hardware_tier(build({"prefill": {"tp": 2}, "decode": {"tp": 2}}), vllm=str(tmp_path))
+    assert runs[-1].release == "0.26.0"  # and its rules with it
+
+
+@pytest.mark.parametrize(
+    ("vllm", "version", "release", "good"),
+    [
+        (None, "0.27.0", "0.27.0", True),
+        (None, "0.27.0", "0.26.0", False),
+        ("installed", "0.27.0", "0.26.0", False),
+        ("installed", "0.34.0.dev1", "0.33.0", True),  # the newest is what a scenario says that names none
+        ("installed", None, "0.26.0", True),  # nothing says what it is but the user
+    ],
+)
+def test_each_node_refuses_a_vllm_that_its_engine_is_not_named_for(
+    monkeypatch: pytest.MonkeyPatch, vllm: str | None, version: str | None, release: str, good: bool
+) -> None:
+    pytest.importorskip("torch", reason="NOT RUN: needs the connector extra")
+    from kvcover.real_backend.tiers.torchrun import _tree
+
+    install(monkeypatch, version)
+    if good:
+        assert _tree(vllm, release).version == version
+    else:
+        with pytest.raises(TierError, match=f"asked for vLLM {release}"):
+            _tree(vllm, release)
+
+
 def test_the_transport_is_rdma_or_xgmi(monkeypatch: pytest.MonkeyPatch) -> None:
     assert transport() == "rdma"
     monkeypatch.setenv("KVCOVER_TRANSPORT", "xgmi")
@@ -154,8 +276,8 @@ def test_the_first_ranks_are_prefill_s() -> None:
     pytest.importorskip("torch", reason="NOT RUN: needs the connector extra")
     from kvcover.real_backend.tiers.torchrun import positions
 
-    case = ConnectorCase("write", ModelShape(2), EngineSize(2), EngineSize(1, dp=2), ())
-    assert [(each.side, each.dp, each.tp) for each in positions(case)] == [
+    trial = to_trial(scenario("0.33.0", decode={"tp": 1, "dp": 2}))
+    assert [(each.role, each.dp, each.tp) for each in positions(trial)] == [
         ("prefill", 0, 0),
         ("prefill", 0, 1),
         ("decode", 0, 0),
@@ -163,17 +285,18 @@ def test_the_first_ranks_are_prefill_s() -> None:
     ]
 
 
-@pytest.mark.parametrize("model", [ModelShape(2), ModelShape(2, kv_heads=4)], ids=str)
-def test_cells_on_a_device_are_graded_as_on_the_host(model: ModelShape) -> None:
+@pytest.mark.parametrize("model", ["layers=2,mla=64+16", "layers=2,kv_heads=4,head_dim=8"])
+def test_cells_on_a_device_are_graded_as_on_the_host(model: str) -> None:
     torch = pytest.importorskip("torch", reason="NOT RUN: needs the connector extra")
     from kvcover.real_backend.inside.device_cells import DeviceCells
 
-    heads = model.owned_heads(0, 2)
-    host, device = Cells(model, 4, 8, heads), DeviceCells(model, 4, 8, heads)
-    flat = np.zeros(model.planes * 6 * 4 * len(heads) * model.width, dtype=np.int32)
+    sizes = {"prefill": {"tp": 2, "num_blocks": 6}, "decode": {"tp": 2}}
+    (host,) = cells_of(to_trial(scenario("0.33.0", model=model, block_size=4, prompt_tokens=8, **sizes)), "prefill", 0)
+    device = DeviceCells(**{each.name: getattr(host, each.name) for each in fields(host)})
+    flat = np.zeros(math.prod(host.memory()[0]), dtype=np.int32)
     memory = [flat, flat.copy()]
-    views = [host.view(each, 6) for each in memory]
-    tensors = [device.view(torch.from_numpy(each), 6) for each in memory]
+    views = [host.view(each) for each in memory]
+    tensors = [device.view(torch.from_numpy(each)) for each in memory]
     device.fill(tensors[0], 0, 1, (4, 2))
     host.fill(views[1], 1, 1, (4, 2))
     views[0][0, 4, 1] += 1  # wrong

@@ -9,7 +9,7 @@ import pytest
 
 from kvcover import build, resolve, run, run_world
 from kvcover.faults import FaultSyntaxError, Injector, parse_fault
-from kvcover.real_backend.tiers.translate import to_job
+from kvcover.real_backend.tiers.translate import to_trial
 
 SIZES: dict[str, Any] = {"model": "layers=2,mla=64+16", "prefill": {"tp": 2}, "decode": {"tp": 4}, "release": "0.33.0"}
 MISSING = object()
@@ -137,11 +137,11 @@ def test_bad_syntax_names_the_right_one(text: str, words: str) -> None:
 def test_the_connector_tier_sends_the_same_legs(fault: str, mode: str) -> None:
     """Compared after prefill's answers, which differ, are replaced by the same one."""
     scenario = build(SIZES | {"mode": mode, "fabric": "loopback", "requests": 2, "faults": [fault]})
-    job = to_job(scenario)
+    trial = to_trial(scenario)
     _, world = run_world(resolve(scenario))
-    for n, case in enumerate(job.case.requests):
+    for n, sent in enumerate(trial.legs):
         answer = {"transfer_id": world.transfers[n].router_id} if mode == "read" else {}
-        legs = {"prefill": case.prefill_leg, "decode": case.decode_leg(answer)}  # type: ignore[operator]
+        legs = {"prefill": sent.prefill, "decode": sent.decode(answer)}
         for leg, params in legs.items():
             for key in ("remote_tp_size", "transfer_id"):
                 mine, theirs = (json.dumps(each.get(key)).replace("tx-" + "0" * 31, "tx-") for each in (params, world.legs[n, leg]))

@@ -12,7 +12,6 @@ import pytest
 from kvcover import build, resolve, run_world
 from kvcover.faults import KINDS, parse_fault
 from kvcover.real_backend.driver.book import SharedInjector
-from kvcover.real_backend.driver.case import FaultPlan
 from kvcover.real_backend.inside import injection
 from kvcover.real_backend.inside.injection import Injection
 
@@ -114,19 +113,25 @@ class _Wire:
 def planned(text: str, tmp_path: Path, requests: int = 3) -> Injection:
     """The faults of one process of a run, P0, in which message and batch number n are those of request n, layer 0."""
     fault = parse_fault(text)
-    case: Any = SimpleNamespace(
-        plan=FaultPlan((fault,), tmp_path / "book"),
-        requests=[None] * requests,
-        engine=lambda _side: SimpleNamespace(rank_name=lambda _side, _dp, tp: f"D{tp}"),
+    trial: Any = SimpleNamespace(
+        setup=SimpleNamespace(faults=(fault,), requests=[None] * requests),
+        book=tmp_path / "book",
+        endpoint=lambda _role: SimpleNamespace(rank_name=lambda _dp, tp: f"D{tp}"),
     )
-    made = Injection(case, "prefill", "P0", {})
+    made = Injection(trial, "prefill", "P0", {})
     made.cell_of = lambda address: (0, address)  # type: ignore[method-assign]
     return made
 
 
+@pytest.fixture(autouse=True)
+def _no_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a failed batch's status says is another test's; here there need not be any `mori`."""
+    monkeypatch.setattr(injection, "_status", lambda *_said: "a status")
+
+
 def notices_that_pass(text: str, tmp_path: Path) -> list[int]:
     made, wire = planned(text, tmp_path), _Wire()
-    made.meet({7: "D0"})
+    made.owners = {7: "D0"}
     socket = injection._NoticeSocket(made, wire, "tcp://127.0.0.1", 7)
     socket._read = lambda payload: ("write_done", int.from_bytes(payload, "little"))  # type: ignore[method-assign]
     for number in range(3):

@@ -9,7 +9,7 @@ import pytest
 from kvcover import InputError, build, resolve, run, run_world
 from kvcover.faults import FaultSyntaxError, parse_fault
 from kvcover.real_backend.tiers.connector import connector_tier
-from kvcover.real_backend.tiers.translate import to_job
+from kvcover.real_backend.tiers.translate import to_trial
 from tests.real.test_connector_tier import needs
 
 TWO: dict[str, Any] = {"model": "layers=2,mla=64+16", "prefill": {"tp": 2}, "decode": {"tp": 2}, "fabric": "loopback"}
@@ -58,8 +58,8 @@ def test_it_is_in_the_legs_that_speak_of_the_instance() -> None:
     prefill, decode = world.legs[0, "prefill"], world.legs[0, "decode"]
     assert (prefill["remote_tp_size"], prefill["remote_dp_size"]) == (8, 3)
     assert (decode["remote_tp_size"], decode["remote_dp_size"]) == (2, 1)
-    job = to_job(build(TWO | {"faults": ["stale-registration:decode,tp=8,dp=3"]}))
-    assert job.case.requests[0].prefill_leg == prefill | {"transfer_id": job.case.requests[0].prefill_leg["transfer_id"]}
+    sent = to_trial(build(TWO | {"faults": ["stale-registration:decode,tp=8,dp=3"]})).legs[0].prefill
+    assert sent == prefill | {"transfer_id": sent["transfer_id"]}
 
 
 def test_it_ends_when_the_new_registration_arrives() -> None:

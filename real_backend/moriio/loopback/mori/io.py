@@ -118,7 +118,7 @@ class TransferStatus:
         """Tell whether the batch ended in an error."""
         return self._code > StatusCode.ERR_BEGIN
 
-    def update(self, code: StatusCode, message: str = "") -> None:
+    def Update(self, code: StatusCode, message: str = "") -> None:
         """Move to `code`, unless an error was stored before."""
         with self._lock:
             if self._code <= StatusCode.ERR_BEGIN:
@@ -275,8 +275,11 @@ class IOEngine:
     def wait_all(self, statuses: Sequence[TransferStatus], timeout_ms: int = -1) -> StatusCode:
         """Wait until every status is final or `timeout_ms` passed; a failure doesn't end the wait.
 
-        Returns the first error code, else IN_PROGRESS when time ran out, else SUCCESS. Negative: no limit.
+        Returns the first error code, else IN_PROGRESS when time ran out, else SUCCESS. Negative: no limit. Raises TypeError
+        for anything but its own statuses, as the real binding does.
         """
+        if not all(isinstance(status, TransferStatus) for status in statuses):
+            raise TypeError("WaitAll(): incompatible function arguments")
         deadline = None if timeout_ms < 0 else time.monotonic() + timeout_ms / 1000
         while any(not (status.Succeeded() or status.Failed()) for status in statuses):
             if deadline is not None and time.monotonic() >= deadline:
@@ -327,17 +330,17 @@ class IOEngineSession:
         IOEngine.posted.append(PostedBatch(kind, self._local.engine_key, self._remote.engine_key, ranges, status))
         problem = self._refuse(local, remote, sizes)
         if problem:
-            status.update(StatusCode.ERR_INVALID_ARGS, problem)
+            status.Update(StatusCode.ERR_INVALID_ARGS, problem)
         elif not sizes:
-            status.update(StatusCode.SUCCESS)
+            status.Update(StatusCode.SUCCESS)
         elif completion_delay_s > 0:
-            status.update(StatusCode.IN_PROGRESS)
+            status.Update(StatusCode.IN_PROGRESS)
             arguments = (kind, list(local), list(remote), list(sizes), status)
             timer = threading.Timer(completion_delay_s, self._move, arguments)
             timer.daemon = True
             timer.start()
         else:
-            status.update(StatusCode.IN_PROGRESS)
+            status.Update(StatusCode.IN_PROGRESS)
             self._move(kind, local, remote, sizes, status)
         return status
 
@@ -361,9 +364,9 @@ class IOEngineSession:
             for start in range(0, len(here), _IOV_MAX):
                 _vm_copy(kind, self._remote_pid, here[start : start + _IOV_MAX], there[start : start + _IOV_MAX])
         except OSError as error:
-            status.update(StatusCode.ERR_RDMA_OP, f"transport retry counter exceeded ({error})")
+            status.Update(StatusCode.ERR_RDMA_OP, f"transport retry counter exceeded ({error})")
         else:
-            status.update(StatusCode.SUCCESS)
+            status.Update(StatusCode.SUCCESS)
 
 
 class _Iovec(ctypes.Structure):

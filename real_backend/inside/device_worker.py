@@ -11,12 +11,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from kvcover.real_backend.driver.case import ConnectorCase, Side
 from kvcover.real_backend.driver.processes import Ports
+from kvcover.real_backend.driver.trial import Role, Trial
 from kvcover.real_backend.inside.cells import View
 from kvcover.real_backend.inside.device_cells import DeviceCells
-from kvcover.real_backend.inside.rank import Rank
 from kvcover.real_backend.inside.vllm_setup import LOOPBACK, MORIIO, EngineConfig, layer_names, torch_dtype
+from kvcover.real_backend.inside.worker import Worker
 from kvcover.sim.errors import TierError
 
 _SEGMENT = 2 << 20
@@ -109,50 +109,49 @@ def record_posts(mori_io: Any) -> None:
     engine.create_session = create_session
 
 
-class DeviceRank(Rank):
+class DeviceWorker(Worker):
     """A rank whose peers in its TP group meet in a torchrun store, and whose caches are on `device`."""
 
-    def __init__(
-        self, case: ConnectorCase, config: EngineConfig, tp_rank: int, ports: dict[Side, Ports], store: Any, device: str
-    ) -> None:
+    def __init__(self, trial: Trial, config: EngineConfig, tp_rank: int, ports: dict[Role, Ports], store: Any, device: str) -> None:
         self._store, self._device = store, device
-        super().__init__(case, config, tp_rank, Path(), ports, 0.0)
+        # Below the faults, which are put in place next: what is recorded is what was posted. It is also kept: the library
+        # writes into a status until its batch is complete, and a fault may let go of it before.
+        record_posts(importlib.import_module("mori.io"))
+        super().__init__(trial, config, tp_rank, Path(), ports, 0.0)
 
     def _join_group(self, rendezvous: Path) -> None:
         """Make the TP group a world of its own, as vLLM wants it; `rendezvous` is a file that other nodes can't see."""
         torch: Any = importlib.import_module("torch")
-        record_posts(importlib.import_module("mori.io"))
-        name = f"{self._config.side}{self._config.dp_rank}"
+        name = f"{self._config.role}{self._config.dp_rank}"
         store = torch.distributed.PrefixStore(name, self._store)
-        torch.distributed.init_process_group("gloo", store=store, rank=self._tp_rank, world_size=self._size.tp)
+        torch.distributed.init_process_group("gloo", store=store, rank=self._tp_rank, world_size=self._endpoint.tp)
         state = importlib.import_module("vllm.distributed.parallel_state")
         config = importlib.import_module("vllm.config")
         state.set_custom_all_reduce(False)
         with config.set_current_vllm_config(self._config.group):
             state.init_distributed_environment(
-                world_size=self._size.tp, rank=self._tp_rank, local_rank=_index_of(self._device), backend="gloo"
+                world_size=self._endpoint.tp, rank=self._tp_rank, local_rank=_index_of(self._device), backend="gloo"
             )
-            state.initialize_model_parallel(tensor_model_parallel_size=self._size.tp, backend="gloo")
+            state.initialize_model_parallel(tensor_model_parallel_size=self._endpoint.tp, backend="gloo")
 
     def _allocate(self) -> tuple[dict[str, Any], list[View]]:
         torch: Any = importlib.import_module("torch")
-        (part,) = self._parts  # models of unlike layers are refused on this tier
-        host_cells = part.cells
+        (host_cells,) = self._cells  # models of unlike layers are refused on this tier
         cells = DeviceCells(**{each.name: getattr(host_cells, each.name) for each in fields(host_cells)})
         if self._device == "cpu":
             caches, _ = super()._allocate()
-            part.cells = cells
+            self._cells = (cells,)
             flat = [cache.view(-1).view(torch.int32) for cache in caches.values()]
-            return caches, [cells.view(each, self._size.num_blocks) for each in flat]
-        part.cells = cells
+            return caches, [cells.view(each) for each in flat]
+        self._cells = (cells,)
         torch.cuda.set_device(self._device)
         shape = self._cache_shape(cells)
-        length, names = math.prod(cells.memory(self._size.num_blocks)[0]), layer_names(self._case.model)
+        length, names = math.prod(cells.memory()[0]), layer_names(self._trial.setup.geometry)
         caches, views = {}, []
         for name in names:
             whole = torch.zeros(-(-length * 4 // _SEGMENT) * _SEGMENT // 4, dtype=torch.int32, device=self._device)
-            caches[name] = whole[:length].view(torch_dtype(self._size.cache)).view(shape)
-            views.append(cells.view(whole[:length], self._size.num_blocks))
+            caches[name] = whole[:length].view(torch_dtype(self._trial.kv_dtype(self._config.role))).view(shape)
+            views.append(cells.view(whole[:length]))
         self._warm_up(cells, views[0])
         return caches, views
 

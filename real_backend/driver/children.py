@@ -1,0 +1,94 @@
+"""All processes of a run: waiting for them, telling them of each other, ending and replacing them."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from kvcover.real_backend.driver.processes import Child, Ports, ProcessDied
+from kvcover.real_backend.driver.reports import Raised, RankReport
+from kvcover.real_backend.driver.trial import EngineKey, Role
+
+_POLL_S = 0.01
+_BIND_LIMIT_S = 0.5
+_RESTART_LIMIT_S = 10.0
+
+
+@dataclass(slots=True)
+class Children:
+    """All processes of a run, by engine and DP rank. `gone` are those that a restart replaced, `past` what they had seen."""
+
+    ports: dict[Role, Ports]
+    schedulers: dict[tuple[Role, int], Child]
+    ranks: dict[tuple[Role, int], list[Child]]
+    gone: list[Child] = field(default_factory=list)
+    past: dict[str, RankReport] = field(default_factory=dict)
+    bound: dict[int, str] = field(default_factory=dict)
+    """Which rank listens on which port."""
+    fork: Callable[[EngineKey], None] = field(default=lambda _key: None)
+    """Start the processes of an engine."""
+
+    def all(self) -> list[Child]:
+        return [*self.schedulers.values(), *self.all_ranks(), *self.gone]
+
+    def end(self, key: EngineKey) -> None:
+        """Kill the ranks of an engine; what they have seen is kept."""
+        for rank in self.ranks[key]:
+            self.past[rank.name] = rank.ask("report")
+        for rank in self.ranks[key]:
+            rank.planned_death = True
+            rank.signal(signal.SIGKILL)
+
+    def replace(self, key: EngineKey) -> None:
+        """Start the engine anew on the same ports. Raises ProcessDied if it doesn't come up."""
+        self.schedulers[key].signal(signal.SIGKILL)
+        self.gone += [self.schedulers[key], *self.ranks[key]]
+        self.fork(key)
+        ranks = self.ranks[key]
+        for child in (self.schedulers[key], *ranks):
+            if not child.steps.poll(_RESTART_LIMIT_S) or child.result() is not None:
+                raise ProcessDied(child.name, "did not come back")
+        await_ports(ranks)
+        for rank in ranks:
+            rank.ask("learn_ports", self.bound)
+        self.schedulers[key].call("learn_ports", self.bound)
+
+    def all_ranks(self) -> list[Child]:
+        return [rank for ranks in self.ranks.values() for rank in ranks]
+
+    def await_start(self, limit_s: float, late: dict[str, float]) -> tuple[list[Raised], list[str]] | None:
+        """Wait until everyone is up but those that are late on purpose. Else return what was raised and who is not up."""
+        deadline = time.monotonic() + limit_s
+        raised, missing = [], []
+        for child in self.all():
+            if child.name in late:
+                continue
+            if not child.steps.poll(max(0.0, deadline - time.monotonic())):
+                missing.append(child.name)
+                continue
+            answer = child.result()
+            if answer is not None:
+                raised.append(answer)
+        return (raised, missing) if raised or missing else None
+
+    def introduce(self, late: dict[str, float]) -> None:
+        """Tell everyone which rank listens on which port. Listeners bind in threads of their own, so wait for both."""
+        present = [rank for rank in self.all_ranks() if rank.name not in late]
+        self.bound = await_ports(present)
+        for rank in present:
+            rank.ask("learn_ports", self.bound)
+        for scheduler in self.schedulers.values():
+            scheduler.call("learn_ports", self.bound)
+
+
+def await_ports(ranks: list[Child]) -> dict[int, str]:
+    """Which of these ranks listens on which port, once all do or too much time has passed."""
+    bound: dict[int, str] = {}
+    deadline = time.monotonic() + _BIND_LIMIT_S
+    for rank in ranks:
+        while len(ports := rank.ask("bound")) < 2 and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+        bound |= dict.fromkeys(ports, rank.name)
+    return bound

@@ -1,0 +1,72 @@
+"""Which call on the connector let an exception out, whether the harness failed, and whether the code or the machine is broken."""
+
+from __future__ import annotations
+
+import errno
+import re
+import traceback
+from types import ModuleType
+
+from kvcover.real_backend.driver.reports import Raised
+
+
+def raised_by(name: str, error: BaseException) -> Raised:
+    """Say which call on the connector let an exception out: the outermost frame in the connector's module.
+
+    When the clean-up after one call raised again, the first exception is the one to tell.
+    """
+    first = error
+    while first.__context__ is not None and _connector_call(first.__context__) not in ("", _connector_call(first)):
+        first = first.__context__
+    call = _connector_call(first)
+    misfit = where_it_failed(first) if not call and isinstance(first, _MISFITS) else ""
+    return Raised(name, call or "outside the connector", type(first).__name__, str(first), misfit, what_is_broken(first))
+
+
+_MISFITS = (AttributeError, TypeError, ImportError, NameError)
+"""What a harness meets that calls things which aren't there any more."""
+
+
+_MACHINE = (
+    errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EIO, errno.EROFS,
+    errno.ENOENT, errno.ENODEV, errno.ENXIO,
+)  # fmt: skip
+"""Of files, memory and devices. Not those of addresses and peers: there the connector, or a fault, may have said where to go."""
+
+
+def what_is_broken(error: BaseException) -> str:
+    """Say which error, this one or a cause of it, is of a kind that no protocol makes; empty if there is none.
+
+    A name that is nowhere, a module or a part of one that is missing, no memory, a file or device of the machine, a region
+    that MoRI won't register. A KeyError, an AssertionError, a variable that this path never set are the connector's own.
+    """
+    each: BaseException | None = error
+    while each is not None:
+        missing = isinstance(each, NameError) and not isinstance(each, UnboundLocalError)
+        missing |= isinstance(each, AttributeError) and isinstance(each.obj, ModuleType)
+        number = getattr(each, "errno", None)
+        machine = number in _MACHINE or (isinstance(each, OSError) and number is None and type(each) is OSError)  # dlopen's
+        machine |= isinstance(each, MemoryError) or type(each).__name__ == "OutOfMemoryError"  # torch's is a RuntimeError
+        if missing or machine or isinstance(each, (ImportError, SyntaxError)) or _registration_refused(each):
+            return f"{type(each).__name__}: {each}"
+        each = each.__cause__
+    return ""
+
+
+def _registration_refused(error: BaseException) -> bool:
+    """Whether MoRI wouldn't register a region. That it isn't contiguous is for the connector to see to."""
+    last = traceback.extract_tb(error.__traceback__)[-1:]
+    inside = any(frame.name.startswith("register_") and re.search(r"/mori/io(\.py$|/)", frame.filename) for frame in last)
+    return inside and "contiguous" not in str(error)
+
+
+def where_it_failed(error: BaseException) -> str:
+    """Say which line of the harness let an exception out, and the exception."""
+    ours = [frame for frame in traceback.extract_tb(error.__traceback__) if "real_backend" in frame.filename]
+    line = f"`{ours[-1].line}` in {ours[-1].name}" if ours else "a call"
+    return f"{line}: {type(error).__name__}: {error}"
+
+
+def _connector_call(error: BaseException) -> str:
+    calls = (frame.name for frame in traceback.extract_tb(error.__traceback__) if "moriio" in frame.filename)
+    return next(calls, "")
