@@ -265,7 +265,7 @@ def _keys(release: str, toy: str) -> Iterator[Planned]:
         yield _planned(release, "read", two, two, MLA, toy, (fault,))
     for requests, group in ((1, _SWAPPED), (2, _STALE)):
         for mode, p, d, dp, fault in group:
-            # Up to 0.26 a step reads for one request only, whatever their keys.
+            # Where a step reads for one request only, it does so whatever their keys.
             if mode == "write" or requests == 1 or get_release(release).read_queue == "all":
                 engines = (_tp(p, dp=dp), _tp(d, dp=dp))
                 yield _planned(release, mode, *engines, MLA, toy, (fault,), requests)

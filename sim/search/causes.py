@@ -259,7 +259,8 @@ def _policy_flips(setup: Setup, asked: dict[str, set[str]]) -> Iterator[Flip]:
         for policy in dict.fromkeys(getattr(release, field) for release in RELEASES.values()):
             if sides and present != {policy}:
                 who = [release.name for release in RELEASES.values() if getattr(release, field) == policy]
-                text = f"{field} = {policy} (asked by {' and '.join(sides)}), as in {_spans(who)}: {FIELDS[field].policies[policy].text}"
+                meaning = FIELDS[field].policies[policy].text
+                text = f"{field} = {policy} (asked by {' and '.join(sides)}), as in {_spans(who)}: {meaning}"
                 yield Flip(Lever("policy", field), text, policy=policy)
 
 

@@ -76,11 +76,12 @@ def finding(name: str, release: str, **base: str) -> Draft:
 
 DROP, DROP_BOTH = "drop:remote_tp_size", ("drop:remote_tp_size@decode", "drop:tp_size@decode")
 SLOW = "delay-transfer:read,to=D1,ms=50"
-TWO_PODS = {"dp": 2, "pods": 2}
-WIDE = {"router": "wide-ep", "p": 1, "d": 1}
-AHEAD = {"lookahead_tokens": 1}
-UNLIKE = {"prefill": {"layout": "interleaved"}, "decode": {"layout": "split"}, "model": KV8, "p": 1, "d": 1}
-ZERO, PLAIN = {"requests": [{"external_zero": True}]}, {"requests": [{"plain": True}]}
+TWO_PODS: Draft = {"dp": 2, "pods": 2}
+WIDE: Draft = {"router": "wide-ep", "p": 1, "d": 1}
+AHEAD: Draft = {"lookahead_tokens": 1}
+UNLIKE: Draft = {"prefill": {"layout": "interleaved"}, "decode": {"layout": "split"}, "model": KV8, "p": 1, "d": 1}
+ZERO: Draft = {"requests": [{"external_zero": True}]}
+PLAIN: Draft = {"requests": [{"plain": True}]}
 LAST_PODS: dict[str, Any] = {
     "router": "wide-ep", "p": 1, "d": 1, "prefill": {"dp": 4, "pods": 2}, "decode": {"dp": 4, "pods": 2},
     "requests": [{"prefill_dp": 2, "decode_dp": 2}, {"prefill_dp": 2, "decode_dp": 0, "arrival_ns": 20_000_000}],
