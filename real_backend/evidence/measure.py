@@ -19,7 +19,8 @@ import msgspec
 from kvcover.real_backend.driver.harness import Harness
 from kvcover.real_backend.driver.race import NO_BARRIER, OVERWRITTEN, Race
 from kvcover.real_backend.evidence.observe import Observed, observe, tree_at
-from kvcover.real_backend.evidence.plan import RELEASES, Planned, planned
+from kvcover.real_backend.evidence.plan import Planned, planned
+from kvcover.sim.releases.records import PUBLISHED
 from kvcover.sim.results.result import Result
 from kvcover.sim.scenario.scenario import RequestSpec, Scenario, Side
 
@@ -41,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Command line entry."""
     parser = argparse.ArgumentParser(prog="python -m kvcover.real_backend.evidence.measure", description=__doc__)
     parser.add_argument("--tree", type=Path, required=True, help="a vLLM source tree")
-    parser.add_argument("--release", choices=RELEASES, required=True, help="what the tree holds")
+    parser.add_argument("--release", choices=PUBLISHED, required=True, help="what the tree holds")
     parser.add_argument("--out", type=Path, help="TOML file to merge into")
     parser.add_argument("--only", default="", help="measure only scenarios whose id contains this")
     parser.add_argument("--date", default="", help="date to write into the rows")
@@ -163,7 +164,7 @@ def merge(path: Path, rows: Sequence[Row]) -> None:
     """Put `rows` into the file in place of those with the same id, in the order of the plan."""
     known = {row["id"]: row for row in tomllib.loads(path.read_text())["row"]} if path.exists() else {}
     known |= {row["id"]: row for row in rows}
-    order = [each.id for release in RELEASES for each in planned(release)]
+    order = [each.id for release in PUBLISHED for each in planned(release)]
     position = {identifier: index for index, identifier in enumerate(order)}
     kept = sorted((row for row in known.values() if row["id"] in position), key=lambda row: position[row["id"]])
     text = _HEADER + "".join("\n[[row]]\n" + "".join(f"{k} = {_toml(v)}\n" for k, v in row.items()) for row in kept)

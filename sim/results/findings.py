@@ -224,14 +224,25 @@ def _crashes(record: Record) -> list[Found]:
         leg, me, peer = ("prefill", prefill, decode) if event.actor[0] == "P" else ("decode", decode, prefill)
         causes = [fault_cause(raised.fault)] if raised.fault else _crash_causes(record, me, raised)
         if raised.policy in _READS_SIZE and event.request >= 0:
-            causes += misread(me, peer, _leg(record, leg, event.request))
+            causes += misread(
+                me, peer, _leg(record, leg, event.request), unknown=_UNKNOWN_SIZE.get(raised.policy, "unknown_tp_map")
+            )
         causes = causes or _fired_at(record, "params")
         findings.append(Found(kind="crash", text=f"{event.actor} died: {raised}", causes=causes))
     return findings
 
 
 # What raises on the peer's TP size.
-_READS_SIZE = ("peer_tp", "read_guard", "read_map", "write_map", "write_map_error", "unknown_tp_map", "unknown_tp_guard", "states")
+_READS_SIZE = (
+    "peer_tp", "read_guard", "read_map", "write_map", "write_map_error", "unknown_tp_map", "unknown_tp_guard", "states",
+    "unknown_tp_states_read", "unknown_tp_states_write",
+)  # fmt: skip
+# What says there what a size that the leg does not give counts as, if it is not the rank map.
+_UNKNOWN_SIZE = {
+    "read_guard": "unknown_tp_guard",
+    "unknown_tp_states_read": "unknown_tp_states_read",
+    "unknown_tp_states_write": "unknown_tp_states_write",
+}
 
 
 def _crash_causes(record: Record, endpoint: Endpoint, raised: Raised) -> list[Cause]:
@@ -373,7 +384,9 @@ def _failure_causes(record: Record, event: Event) -> list[Cause]:
         named = (
             [policy_cause(me.release, field)] if record.mode == "write" or (isinstance(fields, Raised) and fields.policy) else []
         )
-        causes = [*_unlike_caches(record), *named, *mixed, *misread(me, peer, _leg(record, side, event.request))]
+        unknown = _UNKNOWN_SIZE.get(field, "unknown_tp_map")
+        sizes = misread(me, peer, _leg(record, side, event.request), unknown=unknown)
+        causes = [*_unlike_caches(record), *named, *mixed, *sizes]
     if record.mode == "read" and me.release.read_failure == "garbage":
         causes.append(policy_cause(me.release, "read_failure"))
     return causes
@@ -441,7 +454,8 @@ def _unannounced(record: Record, missing: list[str]) -> list[Cause]:
         dp = _leg(record, "decode", course.index).get("remote_dp_rank", 0)
         if dp != course.prefill_dp:
             return [key_cause("remote_dp_rank", dp, "decode", f"prefill's leg went to {course.prefill_dp}")]
-    width = misread(decode, prefill, _leg(record, "decode", mine[0].index if mine else 0), "blocks_ready_width")
+    leg = _leg(record, "decode", mine[0].index if mine else 0)
+    width = misread(decode, prefill, leg, "blocks_ready_width", "blocks_ready_width")
     return list(dict.fromkeys([policy_cause(decode.release, "blocks_ready_width"), *width])) if width else []
 
 
@@ -503,7 +517,7 @@ def _put_off(record: Record) -> list[Found]:
         Found(
             kind="read-put-off",
             text=f"request {', '.join(requests)} ran without its KV: its step had handshakes, and read for another one",
-            causes=[policy_cause(record.setup.decode.release, "read_handshake")],
+            causes=[policy_cause(record.setup.decode.release, "read_queue")],
         )
     ]
 
