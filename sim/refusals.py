@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvcover.sim.cache.geometry import check_slices
 from kvcover.sim.errors import PeerRefusal
-from kvcover.sim.releases.policies import map_fan
+from kvcover.sim.releases.maps import map_fan
 from kvcover.sim.scenario.setup import Setup
 
 

@@ -124,9 +124,7 @@ def _course(world: World, transfer: Transfer) -> Course:
 def _end_count(world: World, transfer: Transfer, tp: int) -> Count:
     """What rank `tp` holds of a request when the run is over; all missing if decode never allocated blocks."""
     if not transfer.needs:
-        decode, request = world.setup.decode, transfer.request
-        blocks = [request.blocks - skipped for skipped, _ in decode.rows(request.prompt_tokens)]
-        return Count(0, 0, sum(g.geometry.layers * g.shape.planes * g.shape.heads * blocks[g.table] for g in decode.groups))
+        return Count(0, 0, world.setup.decode.needed(transfer.request))
     return world.decodes[transfer.decode_dp].ledger.count_all(tp, transfer.index, transfer.needs[tp])
 
 

@@ -9,7 +9,6 @@ from pathlib import Path
 import click
 
 from kvcover.sim.errors import TierError
-from kvcover.sim.releases.records import NEWEST
 
 
 @click.group("vllm")
@@ -47,6 +46,8 @@ def list_() -> None:
         size = f"{trees.folder_mb(tree.path):5} MB" if tree.path and tree.kind == "cache" else " " * 8
         click.echo(f"{tree.version or 'unknown':12} {tree.kind:12} {size}  {tree.path or '--vllm installed'}")
     if not known:
+        from kvcover.sim.releases.records import NEWEST
+
         click.echo(f"no vLLM here; get one with `kvcover vllm add {NEWEST}`")
 
 

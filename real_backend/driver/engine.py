@@ -10,9 +10,12 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import wait
 from typing import Any
 
+from kvcover.real_backend.driver.journal import Journal
 from kvcover.real_backend.driver.processes import Child, ProcessDied
-from kvcover.real_backend.driver.reports import Coverage, Forward, Raised, StepReport
-from kvcover.real_backend.driver.trial import Role, Trial
+from kvcover.real_backend.driver.reports import Forward, Raised, StepReport
+from kvcover.real_backend.driver.trial import EngineKey, Trial
+from kvcover.sim.cache.ledger import Count
+from kvcover.sim.kernel.events import Fields, Short
 from kvcover.sim.scenario.dispatch import Params
 
 _IDLE_S = 0.004
@@ -41,7 +44,8 @@ class Tracked:
     reaped: bool = False
     overran: bool = False
     """Its forward took as long as a timer: some rank waited for a peer in vain."""
-    at_go: list[Coverage] | None = None
+    at_go: list[Count] | None = None
+    aborted: bool = False
     reported: list[str] = field(default_factory=list)
     """Ranks that reported the transfer finished, without failure, in order."""
 
@@ -65,15 +69,18 @@ class Engine(threading.Thread):
     def __init__(
         self,
         trial: Trial,
-        role: Role,
+        key: EngineKey,
         scheduler: Child,
         ranks: list[Child],
         on_response: Callable[[int, Params], None],
         aborts: Mapping[int, Abort],
         stops: Mapping[int, Callable[[], None]],
+        journal: Journal,
     ) -> None:
+        role, dp = key
         super().__init__(daemon=True, name=f"{role} {ranks[0].name}")
         self.trial, self.role, self.ranks = trial, role, ranks
+        self.me = trial.endpoint(role).engine_name(dp)
         self.tracked: dict[str, Tracked] = {}
         self.raised: list[Raised] = []
         self.stalled: list[str] = []
@@ -84,6 +91,7 @@ class Engine(threading.Thread):
         self._on_response = on_response
         self._aborts = dict(aborts)
         self._stops = dict(stops)
+        self._journal = journal
         self._inbox: queue.SimpleQueue[tuple[int, str, Params]] = queue.SimpleQueue()
         self._stopping = threading.Event()
 
@@ -117,8 +125,7 @@ class Engine(threading.Thread):
             if died is None:  # no result of the connector, so it goes to the caller
                 self.failure = error
             else:
-                self.raised.append(died.as_raised(error))
-                self._progress()
+                self._note_raised([died.as_raised(error)])
         except Exception as error:
             self.failure = error
         finally:
@@ -126,6 +133,22 @@ class Engine(threading.Thread):
 
     def _progress(self) -> None:
         self.last_progress = time.monotonic()
+
+    def _log(self, kind: str, request: Tracked | None = None, actor: str = "", fields: Fields | None = None) -> None:
+        """An event of this engine, or of one of its ranks; something moved."""
+        self._journal.log(kind, actor or self.me, request=-1 if request is None else request.index, fields=fields)
+        self._progress()
+
+    def _note_raised(self, raised: list[Raised]) -> None:
+        """What ends the engine."""
+        self.raised += raised
+        for each in raised:
+            self._log("crashed", actor=each.rank, fields=each.as_event())
+
+    def _end(self, request: Tracked, kind: str = "freed") -> None:
+        """The engine needs nothing more of the request; its blocks are free."""
+        request.state = "ended"
+        self._log(kind, request)
 
     def _step(self) -> None:
         scheduled = {t.request_id: 1 for t in self.tracked.values() if t.state == "running"}
@@ -160,7 +183,8 @@ class Engine(threading.Thread):
         if abort is not None and abort.at == "before":
             self._ask_scheduler("abort_before", request_id, leg, asked.prompt_tokens)
             abort.note()
-            request.state = "ended"
+            request.state, request.aborted = "ended", True
+            self._log("aborted", request)
             return None if self.dead else request
         external_zero = self.role == "decode" and asked.external_zero
         admission = self._ask_scheduler("admit", request_id, leg, blocks, asked.prompt_tokens, external_zero)
@@ -170,6 +194,9 @@ class Engine(threading.Thread):
         request.since = time.monotonic()
         request.prompt_tokens = admission.prompt_tokens
         request.recomputed = self.role == "decode" and admission.external_tokens == 0
+        self._log("allocated", request)
+        if request.recomputed:
+            self._log("recompute", request)
         return request
 
     def _abort_waiting(self) -> bool:
@@ -179,15 +206,15 @@ class Engine(threading.Thread):
             if abort and abort.at == "waiting" and request.state == "waiting" and time.monotonic() - request.since >= abort.after_s:
                 abort.note()
                 request.state = "aborting"  # its blocks are free when the ranks have reported, not before
+                request.aborted = True
+                self._log("aborted", request)
                 self._ask_scheduler("finish", request.request_id, "FINISHED_ABORTED")
-                self._progress()
         return not self.dead
 
     def _ask_scheduler(self, method: str, *arguments: Any) -> Any:
         answer = self._scheduler.call(method, *arguments)
         if isinstance(answer, Raised):
-            self.raised.append(answer)
-            self._progress()
+            self._note_raised([answer])
             return None
         return answer
 
@@ -219,8 +246,7 @@ class Engine(threading.Thread):
         self.step_started = None
         raised = [report.raised for report in reports.values() if report.raised]
         if raised:
-            self.raised += sorted(raised, key=lambda r: r.rank)
-            self._progress()
+            self._note_raised(sorted(raised, key=lambda r: r.rank))
             return None
         if len(reports) < len(self.ranks):
             self.stalled += [rank.name for rank in self.ranks if rank.name not in reports]
@@ -243,21 +269,19 @@ class Engine(threading.Thread):
             if self.tracked[request_id].state == "running":
                 self._ask_scheduler("resume", request_id)
             elif self.tracked[request_id].state == "aborting":
-                self.tracked[request_id].state = "ended"
-                self._progress()
+                self._end(self.tracked[request_id])
         for request_id in answer.sent:
             request = self.tracked[request_id]
             request.reaped = request_id not in sent and len(request.reported) < len(self.ranks)
-            request.state = "ended"
-            self._progress()
+            self._end(request, "reaped" if request.reaped else "freed")
 
     def _aggregate(self, reports: list[StepReport]) -> tuple[set[str], set[str], set[str]] | None:
         """Note who reported what, then let vLLM's aggregator say which requests are finished for the engine."""
         for rank, report in zip(self.ranks, reports, strict=True):
-            for request_id in (report.finished_sending | report.finished_recving) - report.failed_recving:
-                if request_id in self.tracked:
-                    self.tracked[request_id].reported.append(rank.name)
-            if report.finished_sending or report.finished_recving or report.invalid_blocks:
+            finished = report.finished_sending | report.finished_recving
+            for request_id in sorted(finished & set(self.tracked)):
+                self._note_report(self.tracked[request_id], rank.name, request_id in report.failed_recving)
+            if finished or report.invalid_blocks:
                 self._progress()
         result = self._ask_scheduler("aggregate", reports)
         if result is None:
@@ -267,13 +291,29 @@ class Engine(threading.Thread):
             request.failed |= self.role == "decode" and not blocks.isdisjoint(result.invalid_blocks)
         return set(result.sent), set(result.received), set(result.failed)
 
+    def _note_report(self, request: Tracked, rank: str, failed: bool) -> None:
+        """A rank reported the transfer finished. In READ that says little: who read what is told by its batches."""
+        if not failed:
+            request.reported.append(rank)
+        if self.role == "prefill":
+            self._log("released", request, rank)
+        elif self.trial.setup.scenario.mode == "write":
+            self._log("told_failed" if failed else "told", request, rank)
+
+    def _use(self, request: Tracked, *, layer_by_layer: bool) -> None:
+        """Decode uses the request's cells: note what each rank held."""
+        self._log("go", request)
+        request.go = True
+        request.at_go = [rank.ask("grade", request.index, layer_by_layer) for rank in self.ranks]
+        for rank, count in zip(self.ranks, request.at_go, strict=True):
+            if count.covered < count.cells:
+                self._log("short", request, rank.name, Short(count.covered, count.cells))
+
     def _finish_if_over(self, request: Tracked, used: list[int]) -> None:
         """End a prefill leg after its one token, and a decode leg a few steps after the one that used its cells."""
         if self.role == "decode":
             if request.index in used:
-                request.go = True
-                request.at_go = [rank.ask("grade", request.index, True) for rank in self.ranks]
-                self._progress()
+                self._use(request, layer_by_layer=True)
             if not request.steps:
                 request.first_token = time.monotonic()
             request.steps += 1
@@ -290,7 +330,12 @@ class Engine(threading.Thread):
         if answer is None:
             return
         keep, response = answer
-        request.state = "held" if keep else "ended"
+        if self.role == "decode":
+            self._log("ended" if not request.failed else "request_failed", request)
+        if keep:
+            request.state = "held"
+        else:
+            self._end(request)
         self._progress()
         if self.role == "prefill":
             self._on_response(request.index, response or {})
@@ -301,8 +346,10 @@ class Engine(threading.Thread):
             return
         self._progress()
         if failed:
-            request.failed, request.state = True, "ended"
+            request.failed = True
+            self._log("request_failed", request)
+            self._end(request)
             self._ask_scheduler("finish", request.request_id, "FINISHED_ERROR")
             return
-        request.at_go = [rank.ask("grade", request.index, False) for rank in self.ranks]
-        request.go, request.state = True, "running"
+        self._use(request, layer_by_layer=False)
+        request.state = "running"

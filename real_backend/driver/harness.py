@@ -18,15 +18,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from kvcover.faults import Fault
 from kvcover.real_backend.driver.book import SharedInjector
 from kvcover.real_backend.driver.children import Children
 from kvcover.real_backend.driver.engine import Abort, Engine, Tracked
+from kvcover.real_backend.driver.journal import Journal
 from kvcover.real_backend.driver.processes import Child, Ports, ProcessDied, TreeServer, reserve_ports
 from kvcover.real_backend.driver.rank_faults import RankFaults
-from kvcover.real_backend.driver.reports import Raised, TrialResult
+from kvcover.real_backend.driver.reports import Raised, Seen
 from kvcover.real_backend.driver.trial import ROLES, EngineKey, Role, Trial
-from kvcover.real_backend.driver.verdict import Evidence, conclude, not_started
+from kvcover.real_backend.driver.witness import Evidence, conclude, not_started
 from kvcover.sim.errors import TierError
+from kvcover.sim.kernel.events import FaultFired, LegSent, Lost
 from kvcover.sim.scenario.dispatch import Params
 
 _POLL_S = 0.01
@@ -64,7 +67,7 @@ class Harness:
         self._servers[role].await_ready()
         return self._servers[role].info
 
-    def run(self, trial: Trial) -> TrialResult:
+    def run(self, trial: Trial) -> Seen:
         """Run `trial` from start to end; never longer than the connector's own timers plus the start.
 
         Whatever the connector does is a result. Raises TierError if a process died or the harness can't drive the tree,
@@ -75,7 +78,7 @@ class Harness:
         except ProcessDied as error:
             raise _as_tier_error(error) from None
 
-    def _run(self, trial: Trial) -> TrialResult:
+    def _run(self, trial: Trial) -> Seen:
         started = time.monotonic()
         geometry = trial.setup.geometry
         if geometry.layers == 1 and not geometry.mla and any(self.info(role)["head_axis"] for role in ROLES):
@@ -125,21 +128,19 @@ class Harness:
             children.ranks[key].append(Child(name, server, run, "rank", arguments, ask=True))
 
 
-def drive(
-    trial: Trial, children: Children, faults: RankFaults, book: SharedInjector, start_limit_s: float, started: float
-) -> TrialResult:
+def drive(trial: Trial, children: Children, faults: RankFaults, book: SharedInjector, start_limit_s: float, started: float) -> Seen:
     """Wait until all children are up, run the trial and judge it; `started` is when it began, on the monotonic clock."""
     problem = children.await_start(start_limit_s, faults.late)
     if problem:
         refuse_misfits(problem[0])
-        return not_started(trial, *problem, time.monotonic() - started)
+        return not_started(trial, *problem, time.monotonic() - started, book.totals())
     children.introduce(faults.late)
     run = Run(trial, children, faults, book)
     run.drive()
-    evidence = Evidence(trial, run.engines, children.ranks, run.transfer_ids, children.past)
-    result = conclude(evidence, time.monotonic() - started, book.totals())
-    refuse_misfits(list(result.raised))
-    return result
+    evidence = Evidence(trial, run.engines, children.ranks, run.transfer_ids, run.journal, run.legs, children.bound, children.past)
+    seen = conclude(evidence, time.monotonic() - started, book.totals())
+    refuse_misfits(list(seen.raised))
+    return seen
 
 
 def refuse_misfits(raised: list[Raised]) -> None:
@@ -176,6 +177,8 @@ class Run:
         self._down: set[EngineKey] = set()
         self._on_their_way: list[_OnItsWay] = []
         self.transfer_ids: list[set[str]] = [set() for _ in self._requests]
+        self.journal = Journal()
+        self.legs: dict[tuple[int, str], Params] = {}
         self.engines = {key: self._engine(key) for key in children.ranks}
 
     def drive(self) -> None:
@@ -207,7 +210,8 @@ class Run:
     def _engine(self, key: EngineKey) -> Engine:
         aborts, stops = (self._aborts(), {}) if key[0] == "decode" else ({}, self._stops())
         children = self._children
-        return Engine(self._trial, key[0], children.schedulers[key], children.ranks[key], self._prefill_done, aborts, stops)
+        scheduler, ranks = children.schedulers[key], children.ranks[key]
+        return Engine(self._trial, key, scheduler, ranks, self._prefill_done, aborts, stops, self.journal)
 
     def _ranks(self) -> dict[str, Child]:
         return {rank.name: rank for rank in self._children.all_ranks()}
@@ -218,7 +222,8 @@ class Run:
             index = self._unsent.pop(0)
             if self._mode == "write":
                 self._send_decode(index, {})
-            self._send("prefill", self._requests[index].prefill_dp, index, dict(self._trial.legs[index].prefill))
+            legs = self._trial.legs[index]
+            self._send("prefill", self._requests[index].prefill_dp, index, dict(legs.prefill), legs.changed)
 
     def _restart_due(self, now_s: float) -> None:
         """End engines whose restart begins, and start those anew whose restart ends."""
@@ -248,6 +253,7 @@ class Run:
         before = self.engines[key]
         engine = self.engines[key] = self._engine(key)
         engine.tracked.update(before.tracked)
+        self.journal.log("restarted", engine.me)
         self._down.discard(key)
         engine.start()
 
@@ -268,9 +274,9 @@ class Run:
             self._send_decode(index, response)
 
     def _send_decode(self, index: int, response: Params) -> None:
-        self._send("decode", self._requests[index].decode_dp, index, self._trial.legs[index].decode(response))
+        self._send("decode", self._requests[index].decode_dp, index, *self._trial.legs[index].decode(response))
 
-    def _send(self, role: Role, dp: int, index: int, leg: Params) -> None:
+    def _send(self, role: Role, dp: int, index: int, leg: Params, changed: list[Fault]) -> None:
         off = self._trial.legs[index].ports_off
         named = [(self._ports[each], off.get(each, 0)) for each in ROLES]
         addresses = [replace(ports, handshake=ports.handshake + by, notify=ports.notify + by).zmq_address for ports, by in named]
@@ -280,10 +286,15 @@ class Run:
             self.transfer_ids[index].add(repr(f"sidecar-{request_id}"))  # what newer releases make of a missing one
             if "transfer_id" in leg:
                 self.transfer_ids[index].add(repr(leg["transfer_id"]))
+        for changing in changed:
+            self.journal.log("fault_fired", "router", role, index, fields=FaultFired(str(changing), "params"))
+        self.legs[index, role] = leg
+        self.journal.log("leg_sent", "router", role, index, fields=LegSent(leg))
         delay_s = 0.0
         for fault in self._book.event("router", role, "", "", index):
+            self.journal.log("fault_fired", "router", role, index, fields=FaultFired(str(fault), "router"))
             if fault.kind == "fail-leg":
-                self._lose(role, dp, index, request_id)
+                self._lose(role, dp, index, request_id, Lost("unsent", "a leg could not be sent"))
                 return
             delay_s += (fault.ms or 0.0) / 1e3
         self._on_their_way.append(_OnItsWay(time.monotonic() + delay_s, role, dp, index, request_id, leg))
@@ -296,12 +307,14 @@ class Run:
             self._on_their_way = [leg for leg in self._on_their_way if leg not in due]
         for leg in due:
             if (leg.role, leg.dp) in self._down:  # nobody answers the router
-                self._lose(leg.role, leg.dp, leg.index, leg.request_id)
+                self._lose(leg.role, leg.dp, leg.index, leg.request_id, Lost("down", f"{leg.role} is down"))
             else:
                 self.engines[leg.role, leg.dp].submit(leg.index, leg.request_id, leg.params)
 
-    def _lose(self, role: Role, dp: int, index: int, request_id: str) -> None:
+    def _lose(self, role: Role, dp: int, index: int, request_id: str, why: Lost) -> None:
         """A leg reaches no engine. In WRITE the router hears of a lost prefill leg when decode has answered, if ever."""
+        if role == "decode" or self._mode == "read":
+            self.journal.log("lost", "router", request=index, fields=why)
         self.engines[role, dp].tracked[request_id] = Tracked(index, request_id, "ended", failed=True)
         if role == "prefill" and self._mode == "read":
             decode = self.engines["decode", self._requests[index].decode_dp]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvcover.real_backend.driver.reports import TrialResult
+from kvcover.real_backend.driver.reports import Seen
 from kvcover.real_backend.driver.trial import Trial
 
 
@@ -40,16 +40,14 @@ EARLY = Race(
     "bytes of a planned early completion land while decode may already use its cells, or when its request is over",
     ("coverage", "wrong", "written", "outcome"),
 )
-_PLANNED = "planned fault"
 
 
-def race_of(trial: Trial, result: TrialResult) -> Race | None:
+def race_of(trial: Trial, seen: Seen) -> Race | None:
     """Say why a result of prompt transfers may differ from run to run; None if it can't."""
-    failed = [text for rank in result.ranks for text in rank.failed_batches]
     mode = trial.setup.scenario.mode
-    if mode == "write" and any(_PLANNED not in text for text in failed):
+    if mode == "write" and any(batch.error and not batch.planned for rank in seen.ranks for batch in rank.batches):
         return REFUSED
-    if _overwritten(trial, result):
+    if _overwritten(trial, seen):
         return OVERWRITTEN
     ids = [str(legs.prefill["transfer_id"]) for legs in trial.legs if "transfer_id" in legs.prefill]
     if mode == "write" and len(set(ids)) < len(ids):
@@ -59,10 +57,10 @@ def race_of(trial: Trial, result: TrialResult) -> Race | None:
     return None
 
 
-def _overwritten(trial: Trial, result: TrialResult) -> bool:
+def _overwritten(trial: Trial, seen: Seen) -> bool:
     """Whether two prefill ranks that hold different heads wrote the same bytes of a decode rank."""
     writes: list[tuple[str, int, int, range]] = []
-    for rank in result.ranks:
+    for rank in seen.ranks:
         if rank.name.startswith("P"):
             heads = trial.setup.geometry.heads_of(int(rank.name[1:].split(".")[-1]), trial.setup.prefill.tp)
             writes += [(key, at, at + size, heads) for key, ranges in rank.wrote_to.items() for at, size in ranges]

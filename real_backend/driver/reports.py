@@ -2,32 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-
-@dataclass(frozen=True, slots=True)
-class Coverage:
-    """Fractions of one rank's cells: right, wrong, never written; sum 1. `stray` counts cells outside the request."""
-
-    covered: float
-    wrong: float
-    missing: float
-    stray: int = 0
-
-    @classmethod
-    def over(cls, parts: Sequence[tuple[int, Coverage]]) -> Coverage:
-        """Return the coverage of several parts, each with its number of cells."""
-        if len(parts) == 1:
-            return parts[0][1]
-        total = max(1, sum(cells for cells, _ in parts))
-
-        def share(name: str) -> float:
-            found: int = sum(round(getattr(part, name) * cells) for cells, part in parts)
-            return found / total
-
-        return cls(share("covered"), share("wrong"), share("missing"), sum(part.stray for _, part in parts))
+from kvcover.sim.kernel import events
+from kvcover.sim.results.record import Record
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +25,10 @@ class Raised:
     text: str
     misfit: str = ""
     broken: str = ""
+
+    def as_event(self) -> events.Raised:
+        """The fields of the event that it is."""
+        return events.Raised(self.kind, self.text, call=self.call, broken=self.broken)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,62 +54,49 @@ class StepReport:
 
 
 @dataclass(frozen=True, slots=True)
-class RankReport:
-    """What one worker saw. `notices` are the control messages that its notify listener took in, in order.
+class Batch:
+    """One post to MoRI: when (monotonic ns), read or write, with which rank, for which request and layer (-1: nobody's).
 
-    `wrote_to` maps a peer's engine key to the ranges (address there, bytes) that were written without an error,
-    `read_from` to the number of bytes that were read, in so many `reads`.
+    `error` is empty when all of it was moved. `planned`: a fault of the scenario failed it, or kept its completion.
+    """
+
+    at_ns: int
+    kind: str
+    peer: str
+    request: int
+    layer: int
+    error: str = ""
+    planned: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class RankReport:
+    """What one worker saw. Times are of the monotonic clock, in ns.
+
+    `notices` are the control messages that its notify listener took in, in order, `dialled` the ports that it opened a
+    handshake to. `wrote_to` maps a peer's engine key to the ranges (address there, bytes) that were written without an error.
     """
 
     name: str
-    notices: tuple[dict[str, Any], ...] = ()
+    notices: tuple[tuple[int, dict[str, Any]], ...] = ()
+    batches: tuple[Batch, ...] = ()
     wrote_to: dict[str, tuple[tuple[int, int], ...]] = field(default_factory=dict)
-    read_from: dict[str, int] = field(default_factory=dict)
-    reads: int = 0
-    failed_batches: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
-    bound: tuple[int, ...] = ()
-    dialled: tuple[int, ...] = ()
+    bound: tuple[tuple[int, int], ...] = ()
+    dialled: tuple[tuple[int, int], ...] = ()
+    acted: tuple[tuple[int, str, str, str, int, int], ...] = ()
+    """When which planned fault acted here, at which point, and its receiver, request and layer."""
     last_step: str = ""
     """What it did last, or where it stands if it never came back."""
 
 
 @dataclass(frozen=True, slots=True)
-class RequestResult:
-    """How one request ended. Coverage is by decode TP rank of the request's DP rank."""
+class Seen:
+    """One run: what came of it, what each rank reported, and every exception."""
 
-    at_go: tuple[Coverage, ...] | None
-    at_end: tuple[Coverage, ...]
-    outcome: str
-    go: bool = False
-    failed: bool = False
-    recomputed: bool = False
-    told: tuple[str, ...] = ()
-    prefill_told: tuple[str, ...] = ()
-    prefill_released: tuple[str, ...] = ()
-    released_late: bool = False
-    """A timer fired: a prefill rank gave its blocks back without a message, or its forward waited for a peer in vain."""
-    ended: bool = False
-    held: bool = False
-    """An engine still holds the request's blocks at the end."""
-
-    @property
-    def coverage(self) -> tuple[Coverage, ...]:
-        """At go, or at the end when the request never went."""
-        return self.at_go if self.at_go is not None else self.at_end
-
-
-@dataclass(frozen=True, slots=True)
-class TrialResult:
-    """One run: every request, every rank, every exception."""
-
-    requests: tuple[RequestResult, ...]
+    record: Record
     ranks: tuple[RankReport, ...]
     raised: tuple[Raised, ...]
     stalled: tuple[str, ...]
-    """Ranks that never came back from a step."""
-    outcome: str
+    """Ranks that never came up, or never came back from a step."""
     seconds: float
-    fired: tuple[int, ...] = ()
-    """How often each planned fault changed something."""
-    stray: int | None = None

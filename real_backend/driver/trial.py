@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from kvcover.faults import KINDS, EventFault, Injector
+import msgspec
+
+from kvcover.faults import KINDS, EventFault, Fault, Injector
 from kvcover.sim.scenario.dispatch import Params
 from kvcover.sim.scenario.scenario import Scenario, Timers
 from kvcover.sim.scenario.setup import Endpoint, Setup, resolve
@@ -55,7 +57,10 @@ class RouterLegs:
     """Both legs of a request as they leave the router; in READ decode's is made of prefill's response."""
 
     prefill: Params
-    decode: Callable[[Mapping[str, Any]], Params]
+    changed: list[Fault]
+    """The faults that changed it."""
+    decode: Callable[[Mapping[str, Any]], tuple[Params, list[Fault]]]
+    """The same of decode's, from prefill's response."""
     ports_off: Mapping[str, int]
     """By how much the ports of an engine are off in the request's id."""
 
@@ -84,6 +89,15 @@ class Trial:
     def endpoint(self, role: Role) -> Endpoint:
         """Return one of the two engines."""
         return self.setup.prefill if role == "prefill" else self.setup.decode
+
+    def as_timed(self) -> Setup:
+        """What is run, with the timers of this run."""
+        return msgspec.structs.replace(
+            self.setup,
+            transfer_timeout_ns=round(self.limits.transfer_s * 1e9),
+            defer_timeout_ns=round(self.limits.defer_s * 1e9),
+            recv_abort_timeout_ns=round(self.limits.read_abort_s * 1e9),
+        )
 
     @property
     def ranks(self) -> int:

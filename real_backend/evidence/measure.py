@@ -18,9 +18,9 @@ import msgspec
 
 from kvcover.real_backend.driver.harness import Harness
 from kvcover.real_backend.driver.race import NO_BARRIER, OVERWRITTEN, Race
-from kvcover.real_backend.driver.reports import TrialResult
 from kvcover.real_backend.evidence.observe import Observed, observe, tree_at
-from kvcover.real_backend.evidence.plan import RELEASES, Planned, planned
+from kvcover.real_backend.evidence.plan import Planned, planned
+from kvcover.sim.releases.records import PUBLISHED
 from kvcover.sim.results.result import Result
 from kvcover.sim.scenario.scenario import RequestSpec, Scenario, Side
 
@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Command line entry."""
     parser = argparse.ArgumentParser(prog="python -m kvcover.real_backend.evidence.measure", description=__doc__)
     parser.add_argument("--tree", type=Path, required=True, help="a vLLM source tree")
-    parser.add_argument("--release", choices=RELEASES, required=True, help="what the tree holds")
+    parser.add_argument("--release", choices=PUBLISHED, required=True, help="what the tree holds")
     parser.add_argument("--out", type=Path, help="TOML file to merge into")
     parser.add_argument("--only", default="", help="measure only scenarios whose id contains this")
     parser.add_argument("--date", default="", help="date to write into the rows")
@@ -69,8 +69,8 @@ def _measure(harness: Harness, tree: Path, what: Planned, date: str, show: bool)
     race = runs[0].race
     if race is OVERWRITTEN:
         runs += [run() for _ in range(_REPEATS_OF_A_RACE - 1)]
-        race = None if _never_right([each.seen for each in runs]) else race
-    if what.scenario.mode == "read" and any(request.told for request in runs[0].seen.requests):
+        race = None if _never_right([each.result for each in runs]) else race
+    if what.scenario.mode == "read" and runs[0].seen.record.history.events("told"):
         runs += [run(_SLOW_S)]
         prompt, slow = (_quantities(each.result) for each in runs)
         if (prompt["coverage"], prompt["wrong"]) == (slow["coverage"], slow["wrong"]):
@@ -85,7 +85,7 @@ def _measure(harness: Harness, tree: Path, what: Planned, date: str, show: bool)
     if seen.stalled:
         print(f"    stalled: {seen.stalled}", flush=True)
     if show:
-        for part in (*seen.requests, *seen.ranks):
+        for part in (*seen.record.courses, *seen.ranks):
             print(f"    {part}", flush=True)
     return row
 
@@ -122,15 +122,13 @@ def _row(what: Planned, results: Sequence[Result], race: Race | None, date: str)
     return row | {"origin": "real connector", "date": date}
 
 
-def _never_right(runs: Sequence[TrialResult]) -> bool:
+def _never_right(runs: Sequence[Result]) -> bool:
     """Whether no order of the writers makes a cell right: all repeats agree, nothing is covered and bytes went astray.
 
     Then the writers' layout doesn't fit the reader's, and whoever is last leaves a wrong cell.
     """
-    grades = [tuple(request.coverage for request in seen.requests) for seen in runs]
-    ranks = [rank for request in grades[0] for rank in request]
-    same = all(grade == grades[0] for grade in grades)
-    return same and any(rank.stray for rank in ranks) and not any(rank.covered for rank in ranks)
+    same = all(run.by_rank == runs[0].by_rank for run in runs)
+    return same and bool(runs[0].stray) and not runs[0].coverage
 
 
 def _inputs(scenario: Scenario) -> Row:
@@ -166,7 +164,7 @@ def merge(path: Path, rows: Sequence[Row]) -> None:
     """Put `rows` into the file in place of those with the same id, in the order of the plan."""
     known = {row["id"]: row for row in tomllib.loads(path.read_text())["row"]} if path.exists() else {}
     known |= {row["id"]: row for row in rows}
-    order = [each.id for release in RELEASES for each in planned(release)]
+    order = [each.id for release in PUBLISHED for each in planned(release)]
     position = {identifier: index for index, identifier in enumerate(order)}
     kept = sorted((row for row in known.values() if row["id"] in position), key=lambda row: position[row["id"]])
     text = _HEADER + "".join("\n[[row]]\n" + "".join(f"{k} = {_toml(v)}\n" for k, v in row.items()) for row in kept)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from kvcover.real_backend.driver.harness import Harness
 from kvcover.real_backend.driver.race import Race, race_of
-from kvcover.real_backend.driver.reports import TrialResult
+from kvcover.real_backend.driver.reports import Seen
 from kvcover.real_backend.machine.trees import Tree
 from kvcover.real_backend.tiers.report import to_result
 from kvcover.real_backend.tiers.translate import to_trial
@@ -19,7 +19,7 @@ from kvcover.sim.scenario.scenario import Scenario
 class Observed:
     """What the processes saw, what comes of that, and why another run may differ."""
 
-    seen: TrialResult
+    seen: Seen
     result: Result
     race: Race | None
 

@@ -26,7 +26,8 @@ import msgspec
 from kvcover.real_backend.driver.harness import Harness
 from kvcover.real_backend.evidence.all_pairs import Combination, all_pairs
 from kvcover.real_backend.evidence.observe import observe, tree_at
-from kvcover.real_backend.evidence.plan import GQA2, GQA8, MLA, RELEASES, Planned, scenario_of
+from kvcover.real_backend.evidence.plan import GQA2, GQA8, MLA, Planned, scenario_of
+from kvcover.sim.releases.records import PUBLISHED
 from kvcover.sim.results.agreement import View, differences, view
 from kvcover.sim.scenario.scenario import Scenario
 from kvcover.sim.simulate import run
@@ -34,7 +35,7 @@ from kvcover.sim.simulate import run
 _ATTEMPTS = 3
 _HEADS = {"mla": MLA, "gqa8": GQA8, "gqa2": GQA2}
 _FACTORS: dict[str, Sequence[Any]] = {
-    "release": RELEASES,
+    "release": PUBLISHED,
     "tp": ((2, 2), (1, 1), (1, 2), (2, 1), (2, 4), (4, 2), (1, 4), (4, 1), (4, 4), (8, 8), (8, 4), (4, 8)),
     "heads": tuple(_HEADS),
     "mode": ("write", "read"),
@@ -88,7 +89,7 @@ def plan() -> list[Planned]:
     cases += all_pairs({**healthy, "release": _MOST_CHANGED}, _fits)
     cases += all_pairs({**healthy, "release": _SKEWED}, _fits)
     planned = {each.id: each for each in map(_planned, cases)}
-    return sorted(planned.values(), key=lambda each: (bool(each.scenario.decode_release), RELEASES.index(each.scenario.release)))
+    return sorted(planned.values(), key=lambda each: (bool(each.scenario.decode_release), PUBLISHED.index(each.scenario.release)))
 
 
 def _fits(case: Combination) -> bool:

@@ -13,7 +13,6 @@ from kvcover.sim.scenario.routers import get_router
 from kvcover.sim.scenario.scenario import Mode, Scenario, build
 from kvcover.sim.scenario.setup import Endpoint, resolve
 
-RELEASES = ("0.24.0", "0.25.1", "0.26.0", "0.27.0", "0.28.0", "0.29.0", "0.30.0", "0.31.0", "0.32.0", "0.33.0")
 BLOCK_SIZE = 16
 
 MLA, GQA8, GQA2 = "layers=2,mla=64+16", "layers=2,kv_heads=8,head_dim=8", "layers=2,kv_heads=2,head_dim=8"
@@ -266,8 +265,8 @@ def _keys(release: str, toy: str) -> Iterator[Planned]:
         yield _planned(release, "read", two, two, MLA, toy, (fault,))
     for requests, group in ((1, _SWAPPED), (2, _STALE)):
         for mode, p, d, dp, fault in group:
-            # Up to 0.26 a step reads for one request only, whatever their keys.
-            if mode == "write" or requests == 1 or release not in ("0.24.0", "0.25.1", "0.26.0"):
+            # Where a step reads for one request only, it does so whatever their keys.
+            if mode == "write" or requests == 1 or get_release(release).read_queue == "all":
                 engines = (_tp(p, dp=dp), _tp(d, dp=dp))
                 yield _planned(release, mode, *engines, MLA, toy, (fault,), requests)
 
@@ -321,7 +320,7 @@ def _layers(release: str, router: str) -> Iterator[Planned]:
         return _planned(release, mode, prefill, decode, model, router)
 
     off = _tp(1, hybrid_kv=False)
-    if record.windows == "as_full":  # all have one table
+    if record.hybrid_manager == "off":  # all have one table
         for mode in _MODES:
             yield of(mode, off, off, _SLIDING)
             for model, (p, d) in itertools.product((_GQA8_MLA, _MLA_GQA8), ((2, 4), (4, 2))):
@@ -365,7 +364,7 @@ _WITH_STATES: tuple[tuple[Mode, int, int, str, tuple[str, ...]], ...] = (
 
 def _states(release: str, router: str) -> Iterator[Planned]:
     """Models with recurrent states; before 0.31 they don't start."""
-    if get_release(release).states in ("no_hybrid", "refused"):
+    if get_release(release).states == "refused":
         for mode in _MODES:
             yield _planned(release, mode, _tp(1), _tp(1), _GQA8_STATE, router)
         return

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvcover.real_backend.driver.reports import Coverage
 from kvcover.real_backend.driver.trial import Role, Trial
 from kvcover.sim.cache.geometry import AXES
 from kvcover.sim.cache.layers import Group
+from kvcover.sim.cache.ledger import Count
 from kvcover.sim.cache.presets import DTYPE_BYTES
 
 LayerView = npt.NDArray[np.int32]
@@ -126,27 +126,21 @@ class Cells:
             found += int(by_cell(others).sum())
         return found
 
-    def grade(
-        self, layers: Sequence[LayerView], request: int, blocks: Collection[int], taken: Collection[int] | None, first: int = 0
-    ) -> Coverage:
-        """Compare a request's cells with what this rank needs: `blocks` are those of its prompt from block `first` on.
+    def changed(self, layers: Sequence[LayerView], taken: Collection[int]) -> int:
+        """Count the cells that hold anything outside of the blocks `taken`."""
+        others = [block for block in range(self.group.shape.num_blocks) if block not in taken]
+        return sum(int(by_cell(view[:, others] != 0).sum()) for view in layers)
 
-        `taken` are the blocks of every request on this rank; None: strays aren't looked for.
-        """
+    def grade(self, layers: Sequence[LayerView], request: int, blocks: Collection[int], first: int = 0) -> Count:
+        """Compare a request's cells with what this rank needs: `blocks` are those of its prompt from block `first` on."""
         counts = {"covered": 0, "wrong": 0, "missing": 0}
-        stray = 0
         for layer, view in zip(self.group.layers, layers, strict=False):
             for position, block in enumerate(blocks, first):
                 for plane in range(self.group.shape.planes):
                     for slot, head in enumerate(self.heads):
                         need = self.identity(request, position, (layer, plane, head))
                         counts[_grade_cell(view[plane, block, :, slot, :], need)] += 1
-            if taken is None:
-                continue
-            others = [block for block in range(view.shape[1]) if block not in taken]
-            stray += int(by_cell(view[:, others] != 0).sum())
-        total = max(1, sum(counts.values()))
-        return Coverage(counts["covered"] / total, counts["wrong"] / total, counts["missing"] / total, stray)
+        return Count(counts["covered"], counts["wrong"], counts["missing"])
 
 
 def by_cell(values: Any) -> Any:

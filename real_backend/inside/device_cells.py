@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from kvcover.real_backend.driver.reports import Coverage
 from kvcover.real_backend.inside.cells import Cells, by_cell
+from kvcover.sim.cache.ledger import Count
 
 
 class DeviceCells(Cells):
@@ -25,10 +25,8 @@ class DeviceCells(Cells):
         if blocks:
             view[:, list(blocks)] = self._needed(view, layer, request, len(blocks))
 
-    def grade(
-        self, layers: Sequence[Any], request: int, blocks: Collection[int], taken: Collection[int] | None, first: int = 0
-    ) -> Coverage:
-        covered = wrong = total = stray = 0
+    def grade(self, layers: Sequence[Any], request: int, blocks: Collection[int], first: int = 0) -> Count:
+        covered = wrong = total = 0
         for layer, view in zip(self.group.layers, layers, strict=False):
             if blocks:
                 cells = view[:, list(blocks)]
@@ -36,11 +34,7 @@ class DeviceCells(Cells):
                 covered += int(right.sum())
                 wrong += int((by_cell(cells != 0) & ~right).sum())
                 total += right.numel()
-            if taken is not None:
-                others = [block for block in range(view.shape[1]) if block not in taken]
-                stray += int(by_cell(view[:, others] != 0).sum())
-        whole = max(1, total)
-        return Coverage(covered / whole, wrong / whole, (total - covered - wrong) / whole, stray)
+        return Count(covered, wrong, total - covered - wrong)
 
     def _needed(self, view: Any, layer: int, request: int, blocks: int) -> Any:
         """Return what the first `blocks` blocks of a request should hold in one layer, on the device of `view`."""

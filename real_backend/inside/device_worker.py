@@ -6,6 +6,7 @@ import importlib
 import math
 import os
 import sys
+import time
 from dataclasses import dataclass, fields
 from pathlib import Path
 from types import SimpleNamespace
@@ -63,6 +64,8 @@ class Posted:
     remote_engine: str
     remote_ranges: tuple[tuple[int, int], ...]
     status: Any
+    local: int
+    at_ns: int
 
     @property
     def nbytes(self) -> int:
@@ -73,8 +76,8 @@ class Posted:
 class _Session:
     """A session of the real `mori.io` that notes what is posted on it."""
 
-    def __init__(self, session: Any, remote: Any, posted: list[Posted]) -> None:
-        self._session, self._remote, self._posted = session, remote, posted
+    def __init__(self, session: Any, local: Any, remote: Any, posted: list[Posted]) -> None:
+        self._session, self._local, self._remote, self._posted = session, local, remote, posted
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._session, name)
@@ -89,7 +92,8 @@ class _Session:
 
     def _note(self, kind: str, args: tuple[Any, ...], status: Any) -> Any:
         ranges = tuple((int(self._remote.data) + offset, size) for offset, size in zip(args[1], args[2], strict=False))
-        self._posted.append(Posted(kind, str(self._remote.engine_key), ranges, status))
+        first = int(self._local.data) + (args[0][0] if args[0] else 0)
+        self._posted.append(Posted(kind, str(self._remote.engine_key), ranges, status, first, time.monotonic_ns()))
         return status
 
 
@@ -104,7 +108,7 @@ def record_posts(mori_io: Any) -> None:
 
     def create_session(self: Any, local_mem: Any, remote_mem: Any) -> Any:
         session = create(self, local_mem, remote_mem)
-        return None if session is None else _Session(session, remote_mem, posted)
+        return None if session is None else _Session(session, local_mem, remote_mem, posted)
 
     engine.create_session = create_session
 
@@ -159,7 +163,8 @@ class DeviceWorker(Worker):
         """Compile and load what a run uses, so that its first layer takes no longer than the others."""
         torch: Any = importlib.import_module("torch")
         cells.fill(view, 0, 0, (0,))
-        cells.grade([view], 0, (0,), ())
+        cells.grade([view], 0, (0,))
+        cells.changed([view], ())
         torch.as_tensor(view).zero_()
         torch.cuda.synchronize()
 

@@ -19,6 +19,7 @@ from typing import Any
 from kvcover.faults import EventFault
 from kvcover.real_backend.driver.book import SharedInjector
 from kvcover.real_backend.driver.processes import Ports
+from kvcover.real_backend.driver.reports import Batch
 from kvcover.real_backend.driver.trial import Role, Trial
 
 NOTICE_KINDS = ("drop-notice", "duplicate-notice", "delay-notice", "reorder-notice", "poison-notice", "misroute-notice",
@@ -39,10 +40,12 @@ class Injection:
 
     def __init__(self, trial: Trial, role: Role, name: str, ports: dict[Role, Ports]) -> None:
         self.trial, self.role, self.name, self.ports = trial, role, name, ports
-        self.bound: list[int] = []
-        self.dialled: list[int] = []
-        self.spoilt: dict[tuple[str, str, int], str] = {}
-        """What a fault did to the last batch of a kind, to a peer, from an address."""
+        self.bound: list[tuple[int, int]] = []
+        self.dialled: list[tuple[int, int]] = []
+        self.spoilt: dict[tuple[str, str, int], tuple[int, str]] = {}
+        """When and how a fault spoilt the last batch of a kind, to a peer, from an address."""
+        self.acted: list[tuple[int, str, str, str, int, int]] = []
+        """When which fault acted, at which point, and its receiver, request and layer."""
         self.layers: list[tuple[int, int]] = []
         """Address and bytes of each layer's cache."""
         self.owners: dict[int, str] = {}
@@ -71,13 +74,28 @@ class Injection:
         engine.create_session = create_session
 
     def acting(self, point: str, target: str, sender: str, receiver: str, request: int, layer: int = -1) -> list[EventFault]:
-        """The faults that act on this event."""
-        return [] if self._injector is None else self._injector.event(point, target, sender, receiver, request, layer)
+        """The faults that act on this event; they are noted."""
+        if self._injector is None:
+            return []
+        faults = self._injector.event(point, target, sender, receiver, request, layer)
+        self.acted += [(time.monotonic_ns(), str(fault), point, receiver, request, layer) for fault in faults]
+        return faults
 
-    @property
-    def failed(self) -> list[str]:
+    def failed(self) -> list[Batch]:
         """Which batches a fault failed, or left without a completion; not those that were posted again with success."""
-        return [f"{kind} {peer}: {text}" for (kind, peer, _), text in self.spoilt.items()]
+        return [
+            self.batch(at, kind, peer, address, text, planned=True) for (kind, peer, address), (at, text) in self.spoilt.items()
+        ]
+
+    def batch(self, at_ns: int, kind: str, peer: str, address: int, error: str, *, planned: bool = False) -> Batch:
+        """A post from an address in this rank's caches, which tells its layer and request."""
+        layer, request = self.cell_of(address)
+        return Batch(at_ns, kind, peer, request, layer, error, planned)
+
+    def peer_of(self, engine_key: str) -> str:
+        """The rank of the other engine that registers under such a key: role:host:port:tp<r>:dp<d>."""
+        tp, dp = (int(part[2:]) for part in engine_key.split(":")[-2:])
+        return self.trial.endpoint("decode" if self.role == "prefill" else "prefill").rank_name(dp, tp)
 
     def owner(self, port: int) -> str:
         """The rank that listens on a port; empty if nobody does."""
@@ -92,10 +110,10 @@ class Injection:
             found = _PORT.search(path)
             port = int(found[1]) if found else 0
             if kwargs.get("bind"):
-                self.bound.append(port)
+                self.bound.append((time.monotonic_ns(), port))
                 return socket
             if port not in notices:
-                self.dialled.append(port)
+                self.dialled.append((time.monotonic_ns(), port))
             if self._injector is None or not self._injector.plans("notice") or port not in notices:
                 return socket
             return _NoticeSocket(self, socket, path[: found.start()] if found else path, port)
@@ -210,9 +228,7 @@ class _Session:
     def __init__(self, injection: Injection, session: Any, local: Any, remote: Any) -> None:
         self._injection, self._session = injection, session
         self._base = int(getattr(local, "data", 0))
-        tp, dp = (int(part[2:]) for part in str(remote.engine_key).split(":")[-2:])  # role:host:port:tp<r>:dp<d>
-        peer: Role = "decode" if injection.role == "prefill" else "prefill"
-        self._peer = injection.trial.endpoint(peer).rank_name(dp, tp)
+        self._peer = injection.peer_of(str(remote.engine_key))
         self._full = 0
         self._refused: set[_Batch] = set()
 
@@ -261,7 +277,7 @@ class _Session:
             return self._fail(batch, "ERR_RDMA_OP", _FULL)
         if fault.kind == "lose-completion":
             post(lists)
-            self._injection.spoilt[batch] = "its completion was lost by a planned fault"
+            self._injection.spoilt[batch] = (time.monotonic_ns(), "its completion was lost by a planned fault")
             return _status("IN_PROGRESS")
         if fault.kind == "early-completion":
             _later(delay_s, lambda: post(lists))
@@ -271,7 +287,7 @@ class _Session:
         return status
 
     def _fail(self, batch: _Batch, error: str, message: str) -> Any:
-        self._injection.spoilt[batch] = message
+        self._injection.spoilt[batch] = (time.monotonic_ns(), message)
         return _status(error, message)
 
 

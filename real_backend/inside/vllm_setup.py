@@ -266,7 +266,7 @@ def _kv_cache_config(trial: Trial, role: Role, vllm: Any) -> Any:
 def _hybrid(trial: Trial, role: Role) -> bool:
     """Whether vLLM's hybrid KV cache manager is on."""
     endpoint = trial.endpoint(role)
-    return endpoint.side.hybrid_kv and (trial.setup.geometry.has_states or endpoint.release.windows != "as_full")
+    return endpoint.side.hybrid_kv and (trial.setup.geometry.has_states or endpoint.release.hybrid_manager == "on")
 
 
 def _supports_hybrid() -> bool:

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from kvcover.real_backend.driver.processes import Ports
-from kvcover.real_backend.driver.reports import Coverage, Forward, Raised, RankReport, StepReport
+from kvcover.real_backend.driver.reports import Batch, Forward, Raised, RankReport, StepReport
 from kvcover.real_backend.driver.trial import Role, Trial
 from kvcover.real_backend.inside.cells import TAG_BYTES, Cells, LayerView, cells_of
 from kvcover.real_backend.inside.injection import Injection
@@ -38,6 +38,7 @@ from kvcover.real_backend.inside.vllm_setup import (
     layer_names,
     torch_dtype,
 )
+from kvcover.sim.cache.ledger import Count
 
 _LAYER_S = 0.015
 """A layer takes time, so that a transfer's first task is older than its request's end, as on a real engine."""
@@ -104,9 +105,9 @@ class Worker:
             report.invalid_blocks = set(result.invalid_block_ids or ())
         return report
 
-    def grade(self, request: int, at_use: bool) -> Coverage:
+    def grade(self, request: int, at_use: bool) -> Count:
         """Compare a request's cells with what this rank needs: as they were when layers were used, or as they are now."""
-        graded = []
+        found = Count(0, 0, 0)
         last = self._trial.setup.requests[request].prompt_tokens - 1  # the token that decode computes by itself
         for cells in self._cells:
             blocks = self._blocks(request, cells)
@@ -114,9 +115,8 @@ class Worker:
             position = max(0, last - 1) if cells.group.geometry.state else first
             views = [(self._used[request] if at_use else self._views)[layer] for layer in cells.group.layers]
             where = range(first, len(blocks)) if at_use else blocks[first:]
-            taken = None if at_use else self._taken()
-            graded.append((cells.count(len(where)), cells.grade(views, request, where, taken, position)))
-        return Coverage.over(graded)
+            found += cells.grade(views, request, where, position)
+        return found
 
     def _blocks(self, request: int, cells: Cells) -> tuple[int, ...]:
         """The blocks of a request's prompt in the table of these layers, without those allocated beyond it."""
@@ -130,7 +130,7 @@ class Worker:
         found = 0
         for cells in self._cells:
             views = [self._views[layer] for layer in cells.group.layers]
-            found += cells.grade(views, 0, (), self._taken()).stray
+            found += cells.changed(views, self._taken())
             for index in self._mine():
                 found += cells.foreign(views, index, [block for block in self._blocks(index, cells) if block])
         return found
@@ -145,7 +145,7 @@ class Worker:
 
     def bound(self) -> tuple[int, ...]:
         """Return the ports that this rank listens on so far."""
-        return tuple(self._injection.bound)
+        return tuple(port for _, port in self._injection.bound)
 
     def _taken(self) -> set[int]:
         null = () if self._trial.alike else (0,)  # vLLM's null block may hold anything
@@ -238,7 +238,7 @@ class _Watch:
     def __init__(self, name: str, injection: Injection) -> None:
         self._name = name
         self._injection = injection
-        self._notices: list[dict[str, Any]] = []
+        self._notices: list[tuple[int, dict[str, Any]]] = []
         self._warnings: list[str] = []
         self.thread_errors: list[Raised] = []
         handler = _Collector(self._warnings, self._logged)
@@ -254,34 +254,29 @@ class _Watch:
         handle = wrapper._handle_message
 
         def observed(message: bytes) -> None:
-            self._notices.append(_decode(message))
+            self._notices.append((time.monotonic_ns(), _decode(message)))
             handle(message)
 
         wrapper._handle_message = observed
 
     def report(self) -> RankReport:
         wrote: dict[str, tuple[tuple[int, int], ...]] = defaultdict(tuple)
-        read: dict[str, int] = defaultdict(int)
-        reads = 0
-        failed = []
-        for batch in list(importlib.import_module("mori.io").IOEngine.posted):
-            if not batch.status.Succeeded():
-                failed.append(f"{batch.kind} {batch.remote_engine}: {batch.status.Message() or 'not complete'}")
-            elif batch.kind == "write":
-                wrote[batch.remote_engine] += batch.remote_ranges
-            else:
-                read[batch.remote_engine] += batch.nbytes
-                reads += 1
+        batches: list[Batch] = []
+        for post in list(importlib.import_module("mori.io").IOEngine.posted):
+            error = "" if post.status.Succeeded() else str(post.status.Message() or "not complete")
+            peer = self._injection.peer_of(post.remote_engine)
+            batches.append(self._injection.batch(post.at_ns, post.kind, peer, post.local, error))
+            if post.kind == "write" and not error:
+                wrote[post.remote_engine] += post.remote_ranges
         return RankReport(
             name=self._name,
             notices=tuple(self._notices),
+            batches=(*batches, *self._injection.failed()),
             wrote_to=dict(wrote),
-            read_from=dict(read),
-            reads=reads,
-            failed_batches=(*failed, *self._injection.failed),
             warnings=tuple(self._warnings),
             bound=tuple(self._injection.bound),
-            dialled=tuple(dict.fromkeys(self._injection.dialled)),
+            dialled=tuple(self._injection.dialled),
+            acted=tuple(self._injection.acted),
         )
 
     def _thread_died(self, args: threading.ExceptHookArgs) -> None:

@@ -35,7 +35,7 @@ from kvcover.real_backend.driver.children import Children
 from kvcover.real_backend.driver.harness import drive
 from kvcover.real_backend.driver.processes import HOST, Child, Ports, ProcessDied, reserve_ports
 from kvcover.real_backend.driver.rank_faults import RankFaults
-from kvcover.real_backend.driver.reports import TrialResult
+from kvcover.real_backend.driver.reports import Seen
 from kvcover.real_backend.driver.trial import ROLES, Limits, Role, Trial
 from kvcover.real_backend.inside import scheduler
 from kvcover.real_backend.inside.device_worker import DeviceWorker, prepare_device, suit
@@ -378,7 +378,7 @@ def _collect(trial: Trial, children: Children, listener: Listener) -> None:
                 links[rank].pid = pid
 
 
-def _result(options: argparse.Namespace, trial: Trial, seen: TrialResult, abouts: list[dict[str, Any]]) -> str:
+def _result(options: argparse.Namespace, trial: Trial, seen: Seen, abouts: list[dict[str, Any]]) -> str:
     infos = (abouts[0], abouts[-1])
     release = trial.setup.scenario.release
     leader = choose(options.vllm or "installed", release, release)[0]

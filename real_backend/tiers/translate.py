@@ -132,7 +132,7 @@ def _legs(setup: Setup, keys: Injector, request: Request) -> RouterLegs:
     }
     now_ms = request.arrival_ns / 1e6
     dispatch = Dispatch(setup.router, setup.scenario.mode, values, keys, request.index, now_ms=now_ms)
-    return RouterLegs(dispatch.prefill_leg()[0], lambda response: dispatch.decode_leg(response)[0], dispatch.ports_off())
+    return RouterLegs(*dispatch.prefill_leg(), dispatch.decode_leg, dispatch.ports_off())
 
 
 def _check_size(trial: Trial) -> None:

@@ -68,7 +68,8 @@ def head_slices(geometry: Geometry, source: SourceCache, target: CacheShape, rea
     """Some heads of blocks `read` of the source into some of blocks `written` of the target. `check_slices` passed."""
     mine = source.shape
     entries = _slice_entries(mine.taken_for, target.taken_for, read, written, part.heads)
-    if mine.kv_dtype == target.kv_dtype and all(shape.taken_for.memory == shape.memory for shape in (mine, target)):
+    inside = int(read.max()) < mine.num_blocks and int(written.max()) < target.num_blocks
+    if inside and mine.kv_dtype == target.kv_dtype and all(shape.taken_for.memory == shape.memory for shape in (mine, target)):
         first_head = source.first_head + part.first
         return Batch(cell_copy(geometry, target, source.contents[read], written, first_head, part.into, part.heads), entries)
     starts = (

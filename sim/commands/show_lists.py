@@ -10,8 +10,8 @@ from rich.text import Text
 from kvcover.faults import FaultKind
 from kvcover.faults.events import MESSAGES
 from kvcover.sim.cache.presets import DTYPE_BYTES, Preset
-from kvcover.sim.releases.policies import POLICIES
-from kvcover.sim.releases.records import ConnectorRelease
+from kvcover.sim.releases.policies import FIELDS
+from kvcover.sim.releases.records import REFERENCE, ConnectorRelease
 from kvcover.sim.results.show import console, hanging
 from kvcover.sim.scenario.routers import Router
 from kvcover.sim.tiers import injecting
@@ -31,11 +31,11 @@ def _differs(records: list[ConnectorRelease], field: str) -> bool:
 
 def _show_by_policy(records: list[ConnectorRelease], show_all: bool) -> None:
     out = console()
-    for field, names in POLICIES.items():
+    for field, subject in FIELDS.items():
         if not (show_all or _differs(records, field)):
             continue
         out.print(Text(field, style="bold"))
-        for name, policy in names.items():
+        for name, policy in subject.policies.items():
             followers = _runs([getattr(record, field) == name for record in records], [r.name for r in records])
             if followers or show_all:
                 out.print(Text(f"  {name}: {followers or 'no release'}"))
@@ -46,20 +46,20 @@ def _runs(flags: list[bool], names: list[str]) -> str:
     """`0.24.0–0.26.0, 0.33.0` for the flagged names, in their order."""
     parts: list[list[str]] = []
     for index, flag in enumerate(flags):
-        if flag and index and flags[index - 1] and names[index] != "reference":
+        if flag and index and flags[index - 1] and names[index] != REFERENCE:
             parts[-1].append(names[index])
         elif flag:
             parts.append([names[index]])
     return ", ".join(part[0] if len(part) == 1 else f"{part[0]}–{part[-1]}" for part in parts)
 
 
-_POLICY_WIDTH, _RELEASE_WIDTH = 23, 19  # of a column with its borders: the longest field, and enough to read a policy
+_POLICY_WIDTH, _RELEASE_WIDTH = 28, 19  # of a column with its borders: the longest field, and enough to read a policy
 
 
 def _show_side_by_side(records: list[ConnectorRelease], show_all: bool) -> None:
     """As many tables as it takes for the columns to be read."""
     out = console()
-    fields = [field for field in POLICIES if show_all or _differs(records, field) or len(records) == 1]
+    fields = [field for field in FIELDS if show_all or _differs(records, field) or len(records) == 1]
     if not fields:
         out.print(f"{', '.join(record.name for record in records)}: no policy differs")
         return

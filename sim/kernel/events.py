@@ -59,6 +59,7 @@ KINDS: dict[str, str] = {
     "crashed": "an engine or its step died",
     "restarted": "an engine that died is back, with the same ports and new memory",
     "unreachable": "the router could not send a leg: the engine is down",
+    "stuck": "a rank of a real run never came up, or never came back from a step",
 }
 
 
@@ -114,14 +115,14 @@ class Counted(Fields, frozen=True):
 
 
 class Dial(Fields, frozen=True):
-    """Of `dialled` and `dial_dead`: the port, and the rank that the dialler means there."""
+    """Of `dialled` and `dial_dead`: the port, and the rank that the dialler means there; None: nobody can tell."""
 
     port: int
-    dp: int
-    tp: int
+    dp: int | None = None
+    tp: int | None = None
 
     def __str__(self) -> str:
-        return f"port {self.port} for dp{self.dp} tp{self.tp}"
+        return f"port {self.port}" if self.dp is None else f"port {self.port} for dp{self.dp} tp{self.tp}"
 
 
 class Message(Fields, frozen=True):
@@ -143,13 +144,16 @@ class Message(Fields, frozen=True):
 class Raised(Fields, frozen=True):
     """Of `crashed`, `map_refused` and `task_failed`: the exception's class and text, the policy that made it one.
 
-    `fault` is the planned fault that ended a process; then nothing was raised.
+    `fault` is the planned fault that ended a process; then nothing was raised. Real runs say in which call on the connector
+    it was, and in `broken` if the error is of a kind that no protocol makes: a missing name or library, a machine in need.
     """
 
     error: str
     text: str
     policy: str = ""
     fault: str = ""
+    call: str = ""
+    broken: str = ""
 
     @classmethod
     def by(cls, refusal: PeerRefusal, policy: str = "") -> Raised:
@@ -157,18 +161,20 @@ class Raised(Fields, frozen=True):
         return cls(refusal.error, refusal.text, refusal.policy or policy)
 
     def __str__(self) -> str:
-        return f"{self.error}: {self.text}" if self.error else self.text
+        said = f"{self.error}: {' '.join(self.text.split())[:300]}" if self.error else self.text
+        return f"{said} (in {self.call})" if self.call else said
 
 
 class Failed(Fields, frozen=True):
     """Of `transfer_failed`: MoRI's message, and where it comes from.
 
     bounds: outside of the registered memory; queue: the send queue has no room; gone: the peer's process is dead;
-    planned: a fault of the scenario; timeout: nothing was heard of it within the transfer timeout.
+    planned: a fault of the scenario; library: whatever the MoRI of a real run says;
+    timeout: nothing was heard of it within the transfer timeout.
     """
 
     error: str
-    source: Literal["bounds", "queue", "gone", "planned", "timeout"]
+    source: Literal["bounds", "queue", "gone", "planned", "library", "timeout"]
 
     def __str__(self) -> str:
         return self.error
@@ -232,6 +238,16 @@ class Lost(Fields, frozen=True):
 
     def __str__(self) -> str:
         return self.text
+
+
+class Stuck(Fields, frozen=True):
+    """Of `stuck`: whether the rank ever came up, and what it did last."""
+
+    started: bool
+    last_step: str
+
+    def __str__(self) -> str:
+        return self.last_step
 
 
 class Why(Fields, frozen=True):

@@ -13,7 +13,9 @@ from kvcover.sim.kernel.network import Address, Deliver
 from kvcover.sim.moriio.legs import peer_address, pods_of, ports_in_id
 from kvcover.sim.moriio.rank import Tables
 from kvcover.sim.moriio.transfer import Transfer
-from kvcover.sim.releases.policies import MOST_RANKS, as_int, fold
+from kvcover.sim.releases.maps import MOST_RANKS
+from kvcover.sim.releases.ports import fold
+from kvcover.sim.releases.sizes import as_int
 from kvcover.sim.scenario.context import Context
 from kvcover.sim.scenario.dispatch import Params
 from kvcover.sim.scenario.setup import Endpoint
@@ -66,10 +68,10 @@ class Announcer:
         dp = params.get("remote_dp_rank", 0)
         if not isinstance(dp, int):
             raise PeerRefusal("TypeError", f"remote_dp_rank {dp!r} in port arithmetic")
-        local = as_int(params.get("remote_dp_size_local", 0) or 0) if release.pod_routing != "none" and folded else 0
+        local = as_int(params.get("remote_dp_size_local", 0) or 0) if release.blocks_ready_pods == "by_pod" and folded else 0
         if local:
             hosts = pods_of(params, host)
             host = hosts[dp // local] if dp // local < len(hosts) else hosts[0]
         width = min(release.call("blocks_ready_width")(params, self._me.tp, peer.tp), MOST_RANKS)
-        offset = release.call("ports")
+        offset = release.call("notify_ports")
         return [(host, notify_port + offset(fold(dp, local), tp, peer.tp)) for tp in range(width)]

@@ -80,9 +80,10 @@ class DecodeEngine(Engine):
         if self.crashed:
             transfer.bad_end = "crash"
             return
+        if self.me.release.unsupported == "request_refused" and (why := self.refuses()):
+            self.refuse(transfer, why)
+            return
         try:
-            if self.me.release.unsupported == "request_refused" and (why := self.refuses()):
-                raise PeerRefusal("Refused", why)
             if self.context.mode == "write":
                 self._admit_write(transfer, params)
             else:
@@ -194,7 +195,7 @@ class DecodeEngine(Engine):
         wanted = params.get("do_remote_prefill") and params.get("remote_block_ids") and "remote_engine_id" in params
         leg = self.read_leg(transfer, params, self.context.setup.prefill) if wanted else None
         skipped = transfer.request.decode_hit_blocks if transfer.request.suffix_only else 0
-        nothing = transfer.request.external_zero and release.read_pairing != "exact"
+        nothing = transfer.request.external_zero and release.external_zero_read == "nothing"
         local: Tables = []
         for table, blocks in zip(self.me.tables, self._allocate(transfer), strict=True):
             local.append(blocks.tolist() if table.state else [] if nothing else blocks[skipped:].tolist())  # a state is always read
@@ -254,8 +255,8 @@ class DecodeEngine(Engine):
             self.announce.release(transfer, params, params.get("transfer_id"))
             return
         leg = self.read_leg(transfer, params, self.context.setup.prefill)
-        if self.me.release.read_pairing == "exact":
-            self.crash(Raised("ValueError", "0 local blocks and some remote blocks", "read_pairing"), transfer)
+        if self.me.release.abort_before_read == "raises":
+            self.crash(Raised("ValueError", "0 local blocks and some remote blocks", "abort_before_read"), transfer)
             return
         for rank in self.ranks:
             rank.reader.send_release(leg, [target.tp_rank for target in rank.reader.targets(leg)], transfer)

@@ -58,7 +58,7 @@ class DecodeRank(Rank):
 
     def on_write_failed(self, transfer_id: Any, transfer: Transfer, sender: str) -> None:
         """A prefill rank says that nothing was or will be written; an older release does not know the message."""
-        if self.me.release.expiry == "silent":
+        if self.me.release.write_failed_heard == "unknown":
             self.poison("write_failed is unknown to this release", transfer, sender)
             return
         key = str(transfer_id)

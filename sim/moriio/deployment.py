@@ -39,8 +39,8 @@ class Deployment:
     def bind(self, engine: Engine, rank: Rank) -> None:
         """Bind a rank's two ports; a rank whose handshake port is taken never becomes ready, nor does its engine."""
         me = engine.me
-        pods = me.release.pod_routing != "none"
-        port = me.release.call("ports")(engine.dp % me.local_dp if pods else engine.dp, rank.tp, me.tp)
+        dp = engine.dp % me.local_dp if me.release.pod_ports == "in_pod" else engine.dp
+        port = me.release.call("ports")(dp, rank.tp, me.tp)
         host = me.hosts[me.pod(engine.dp)]
         if not self.context.network.bind((host, me.handshake_port + port), rank):
             # It waits for its listener for ever, and the other DP ranks of the deployment wait for it.

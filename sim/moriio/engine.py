@@ -84,7 +84,7 @@ class Engine:
 
     def refuse_or_crash(self, transfer: Transfer, refusal: PeerRefusal) -> None:
         """The connector raised over a request: a correct one answers the client and goes on, others take the engine along."""
-        if self.me.release.unsupported == "request_refused":
+        if self.me.release.leg_error == "request_refused":
             self.refuse(transfer, refusal.text)
         else:
             self.crash(Raised.by(refusal), transfer)

@@ -82,9 +82,9 @@ class PrefillRank(Rank):
 
     def _report(self, job: Job) -> None:
         """Report a transfer finished, whether it went well or not."""
-        # A rank whose id the scheduler doesn't map is never matched to a request, nor, since acks are counted, is no id at all.
+        # A rank whose id the scheduler doesn't map is never matched to a request, nor, in most releases, is no id at all.
         known = job.id in self.engine.known
-        if job.leg is None or (known and (job.leg.transfer_id is not None or self.me.release.acks == "any")):
+        if job.leg is None or (known and (job.leg.transfer_id is not None or self.me.release.null_id == "matched")):
             self.engine.report(job.transfer, self.name)
 
     def on_blocks_ready(self, transfer_id: Any, transfer: Transfer, blocks: Tables, decode_dp: int) -> None:
@@ -157,9 +157,11 @@ class PrefillEngine(Engine):
         if self.crashed:
             answer.succeed(None)
             return
+        if self.me.release.unsupported == "request_refused" and (why := self.refuses()):
+            self.refuse(transfer, why)
+            answer.succeed(None)
+            return
         try:
-            if self.me.release.unsupported == "request_refused" and (why := self.refuses()):
-                raise PeerRefusal("Refused", why)
             mapped = self.mapped_id(transfer, params) if params else None
             leg = self._read(transfer, params)
         except PeerRefusal as refusal:

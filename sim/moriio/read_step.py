@@ -80,9 +80,9 @@ class ReadStep:
             yield self.context.clock.timeout(max(last + 1 - self.context.clock.now, 1))
             if all(max(landing.done_ns) < NEVER for landing in landings.values()):
                 self._settled(-1)
+            if self.context.geometry.has_states and self.me.release.failed_states == "raises":
+                raise PeerRefusal("TransferError", "a read failed in a model with recurrent states", "failed_states")
             if len(self.me.tables) > 1 and self.me.release.failed_blocks == "one_table":
-                if self.context.geometry.has_states:
-                    raise PeerRefusal("TransferError", "a read failed in a model with recurrent states", "states")
                 text = "a read failed: the scheduler takes failed blocks of one block table only"
                 raise PeerRefusal("RuntimeError", text, "failed_blocks")
             self.engine.fail(self.transfer, "reads failed")
@@ -92,8 +92,9 @@ class ReadStep:
     def _post(self, leg: Leg | None, local: list[list[int]]) -> dict[int, Landing]:
         """Post the reads of all ranks; raises what the connector raises. None for a rank that has nothing to read."""
         landings: dict[int, Landing] = {}
+        lazy = self.me.release.read_handshake == "lazy" and (any(local) or not self._releases_without_session())
         for rank in self.engine.ranks:
-            if leg is None or (self.me.release.read_handshake == "lazy" and not rank.reader.agents):
+            if leg is None or (lazy and not rank.reader.agents):
                 continue  # or it warned that no session is there and goes on without data
             sources, tps = self._plan(rank, leg, local)
             landing = landings[rank.tp] = rank.reader.post(sources, self.transfer)
@@ -128,15 +129,15 @@ class ReadStep:
         return True
 
     def _releases_without_session(self) -> bool:
-        """Whether a read of nothing is only a release (0.31+); before it is an empty batch, which needs a session."""
-        return self.me.release.read_pairing in ("suffix", "by_position")
+        """Whether a read of nothing is only a release; else it is an empty batch, which needs a session."""
+        return self.me.release.empty_read == "release"
 
     def _share_the_wait(self, leg: Leg, local: list[list[int]], wait: int) -> int:
-        """Lazy handshakes: a step that dials reads for its first request alone (up to 0.26.0). Returns how long it waits."""
+        """Lazy handshakes: in some releases a step that dials reads for its first request alone. Returns how long it waits."""
         now, engine = self.context.clock.now, self.engine
         if wait:
             self._dials, engine.lazy.dialling = True, (now, wait)
-        elif engine.lazy.dialling[0] == now:
+        elif engine.lazy.dialling[0] == now and self.me.release.read_queue == "one_a_step":
             self._put_off = True
             self.context.log("put_off", engine.name, request=self.transfer.index)
             engine.lazy.put_off.append((self, leg, local))
@@ -219,7 +220,8 @@ class ReadStep:
         With recurrent states it waits for theirs, in 0.33.0 for all (measured, 0.31.0-0.33.0).
         """
         geometry, release = self.context.geometry, self.me.release
-        if not landing.error or not geometry.has_states or release.failed_blocks == "any":
+        raises = release.failed_states == "raises" and release.read_failure == "load_errors"
+        if not landing.error or not geometry.has_states or not raises:
             return False
         return self._barrier() == "step" or any(geometry.at(layer).state for layer in landing.failed)
 

@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 
 from kvcover.sim.cache.batch import Batch, Slice, head_slices, whole_blocks
-from kvcover.sim.cache.geometry import Geometry
+from kvcover.sim.cache.geometry import CacheShape, Geometry, check_slices
 from kvcover.sim.cache.layers import Group
 from kvcover.sim.cache.ledger import Copy, SourceCache
 from kvcover.sim.errors import PeerRefusal
@@ -21,7 +21,8 @@ from kvcover.sim.moriio.legs import Leg
 from kvcover.sim.moriio.prefill import PrefillRank
 from kvcover.sim.moriio.rank import AgentKey, Rank
 from kvcover.sim.moriio.transfer import Transfer
-from kvcover.sim.releases.policies import MOST_HEADS, MOST_RANKS, Target, as_int
+from kvcover.sim.releases.maps import MOST_HEADS, MOST_RANKS, Target
+from kvcover.sim.releases.sizes import as_int
 
 Pairs = list[tuple[int, int]]  # (our block, prefill's block)
 
@@ -134,7 +135,7 @@ class Reader:
             refused_at, refusal = self._check_heads(rank, leg)
             if refusal is not None and refused_at == 0:
                 raise refusal
-            batches = partial(self._batches, target, rank, pairs)
+            batches = partial(self._batches, target, rank, pairs, refused_at)
             sources.append(Source(target.tp_rank, rank, batches() if pairs else [], batches, refused_at, refusal))
         return sources
 
@@ -153,24 +154,23 @@ class Reader:
         return min(refused, key=lambda pair: pair[0]) if refused else (NEVER, None)
 
     def _check_states(self, leg: Leg) -> None:
-        """Recurrent states are read at equal TP only. Up to 0.32 a size that the leg does not give is not equal either."""
+        """Recurrent states are read at equal TP only."""
         if not self.context.geometry.has_states:
             return
-        release, size = self.me.release, leg.peer_tp
-        if release.states != "read":
-            size = release.call("unknown_tp_guard")(size, self.me.tp)
+        size = self.me.release.call("unknown_tp_states_read")(leg.peer_tp, self.me.tp)
         if size != self.me.tp:
-            raise PeerRefusal("NotImplementedError", f"recurrent states of TP size {size} to TP size {self.me.tp}", "states")
+            policy = "states" if size else "unknown_tp_states_read"
+            raise PeerRefusal("NotImplementedError", f"recurrent states of TP size {size} to TP size {self.me.tp}", policy)
 
     def _guarded(self, kind: Geometry) -> Geometry:
         """A kind of layer as the guard sees it: how many heads there are in all it takes from the model's config."""
         model = self.context.geometry
         return msgspec.structs.replace(kind, kv_heads=MOST_HEADS) if model.mla and not kind.mla else kind
 
-    def _batches(self, target: Target, rank: PrefillRank, pairs: list[Pairs]) -> list[Batch]:
+    def _batches(self, target: Target, rank: PrefillRank, pairs: list[Pairs], refused_at: int) -> list[Batch]:
         """The batch of each group."""
         return [
-            self._batch(target, rank, mine, theirs, pairs[mine.table])
+            self._batch(target, rank, mine, theirs, pairs[mine.table], refused_at)
             for mine, theirs in zip(self.me.groups, rank.me.groups, strict=True)
         ]
 
@@ -185,7 +185,9 @@ class Reader:
             pairs.append(pair(ours, theirs, 0 if kept or table.state else skipped))
         return pairs
 
-    def _batch(self, target: Target, rank: PrefillRank, my_group: Group, their_group: Group, pairs: Pairs) -> Batch:
+    def _batch(
+        self, target: Target, rank: PrefillRank, my_group: Group, their_group: Group, pairs: Pairs, refused_at: int
+    ) -> Batch:
         """The batch of each layer of a group."""
         geometry, mine, theirs, release = my_group.geometry, my_group.shape, their_group.shape, self.me.release
         if not pairs:
@@ -193,15 +195,23 @@ class Reader:
         local, remote = (np.array(side, dtype=np.int64) for side in zip(*pairs, strict=True))
         self._check_bounds(local, remote, mine.num_blocks, theirs.num_blocks)
         source = SourceCache(theirs, rank.engine.contents, geometry.heads_of(rank.tp, rank.me.tp).start)
-        sliced = release.read_map == "gather"
-        if release.read_guard == "layouts" and (advertised := rank.me.advertised(their_group)) is not None:
+        sliced = release.read_plan == "head_slices"
+        if release.read_plan == "slices_if_unlike" and (advertised := rank.me.advertised(their_group)) is not None:
             sliced = mine.advertised != advertised.advertised
         if sliced:
-            # `gather` names the heads of the model as a whole; with layers of two kinds it has equal TP, so all heads.
-            whole = self.context.geometry.mixed or geometry.state
-            count = target.count if release.read_map == "gather" and not whole else mine.heads
+            # A map names the heads of the model as a whole; with layers of two kinds TP is equal, so all heads.
+            count = mine.heads if self.context.geometry.mixed or geometry.state else target.count
+            if my_group.layers[0] < refused_at:
+                self._check_slice(mine, theirs, target, count)
             return head_slices(geometry, source, mine, remote, local, Slice(target.remote, target.local, count))
         return whole_blocks(geometry, source, mine, remote, local, by_reader=True)
+
+    def _check_slice(self, mine: CacheShape, theirs: CacheShape, target: Target, count: int) -> None:
+        """The heads of a slice must be there, and alike, on both sides."""
+        check_slices(mine, theirs)
+        if target.local + count > mine.heads or target.remote + count > theirs.heads:
+            heads = f"heads {target.remote}+{count} of {theirs.heads} to {target.local}+{count} of {mine.heads}"
+            raise PeerRefusal("ValueError", f"{heads} a rank", "read_plan")
 
     def _remote_blocks(self, leg: Leg, local: Sequence[list[int]]) -> list[list[int]]:
         """The block ids in the leg by block table, as this release reads them; one that expects other lists dies over it."""
@@ -217,7 +227,9 @@ class Reader:
         if not all(isinstance(block, int) for table in tables for block in table):
             raise PeerRefusal("TypeError", f"remote_block_ids {given!r:.40} holds no block ids")
         if len(tables) != len(local):
-            raise PeerRefusal("ValueError", f"block ids of {len(tables)} block tables, and decode has {len(local)}", "windows")
+            raise PeerRefusal(
+                "ValueError", f"block ids of {len(tables)} block tables, and decode has {len(local)}", "hybrid_manager"
+            )
         return [list(table) for table in tables]
 
     def _check_bounds(self, local: Any, remote: Any, mine: int, theirs: int) -> None:
@@ -309,10 +321,9 @@ class Reader:
         if self._flexible(leg) and release.release_to == "holders":
             holders = range(min(as_int(leg.peer_tp), MOST_RANKS))
         dp = as_int(leg.dp_rank) if release.read_dp == "param" else 0
-        factor = {"tp": 0, "raw": as_int(leg.peer_tp), "effective": size}[release.release_port]
-        consumer = 1 if release.release_to == "own_rank" else self.me.tp
+        consumer = 1 if release.release_acks == "one" else self.me.tp
         for tp in holders:
-            port = leg.notify_port + dp * factor + tp
+            port = leg.notify_port + release.call("release_port")(dp, tp, as_int(leg.peer_tp), self.me.tp)
             self.context.log("release_sent", self.name, request=transfer.index, fields=Sent(port))
             self.context.network.send(
                 self.name, (leg.host, port), transfer.index, "release",

@@ -136,7 +136,7 @@ def response_of(params: dict[str, Any], me: Endpoint, dp: int, transfer: Transfe
     answer = {
         "do_remote_prefill": True,
         "do_remote_decode": False,
-        "remote_block_ids": groups[0] if me.release.block_ids == "flat" else groups,
+        "remote_block_ids": groups[0] if me.release.answer_blocks == "flat" else groups,
         "remote_engine_id": f"{me.host}:{me.handshake_port}",
         "remote_host": me.host,
         "remote_handshake_port": str(me.handshake_port),
@@ -145,6 +145,6 @@ def response_of(params: dict[str, Any], me: Endpoint, dp: int, transfer: Transfe
         "tp_size": me.tp,
         "transfer_id": transfer_id,
     }
-    if me.release.transfer_id_missing != "key_error":  # 0.28+ echoes the rank that the request ran on
+    if me.release.answer_dp == "rank":
         answer |= {"remote_dp_rank": dp, "remote_dp_rank_override": True, "remote_dp_size_local": me.dp}
     return answer

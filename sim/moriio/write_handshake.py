@@ -9,7 +9,8 @@ from kvcover.sim.kernel.events import Dial
 from kvcover.sim.kernel.network import Address
 from kvcover.sim.moriio.rank import AgentKey, Rank
 from kvcover.sim.moriio.write_job import Job
-from kvcover.sim.releases.policies import as_int, fold
+from kvcover.sim.releases.ports import fold
+from kvcover.sim.releases.sizes import as_int
 
 
 class Handshakes:

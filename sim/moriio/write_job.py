@@ -11,7 +11,7 @@ from kvcover.sim.kernel.clock import NEVER
 from kvcover.sim.moriio.legs import Leg
 from kvcover.sim.moriio.rank import AgentKey, Rank, Tables
 from kvcover.sim.moriio.transfer import Transfer
-from kvcover.sim.releases.policies import Target
+from kvcover.sim.releases.maps import Target
 
 
 class Peer:

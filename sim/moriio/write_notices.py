@@ -9,7 +9,8 @@ from kvcover.sim.kernel.events import Sent
 from kvcover.sim.moriio.legs import Leg
 from kvcover.sim.moriio.rank import Rank
 from kvcover.sim.moriio.write_job import Job
-from kvcover.sim.releases.policies import as_int, fold
+from kvcover.sim.releases.ports import fold
+from kvcover.sim.releases.sizes import as_int, non_positive_is_own
 
 
 class Notices:
@@ -22,8 +23,7 @@ class Notices:
         self.name = rank.name
         self.last_leg: Leg | None = None
         release = self.me.release
-        self._offset, self._known_size = release.call("ports"), release.call("unknown_tp_map")
-        self._done_to = release.call("write_done_to")
+        self._offset, self._done_to = release.call("notify_ports"), release.call("write_done_to")
 
     def done(self, job: Job) -> None:
         """All layers are written: one message to each rank that the release would tell."""
@@ -40,7 +40,7 @@ class Notices:
         leg = job.leg
         assert leg is not None
         route = self.last_leg if self.me.release.pod_routing == "worker" and self.last_leg is not None else leg
-        offset = self._offset(fold(dp, route.pod_dp), tp, self._known_size(as_int(leg.peer_tp), self.me.tp))
+        offset = self._offset(fold(dp, route.pod_dp), tp, non_positive_is_own(as_int(leg.peer_tp), self.me.tp))
         port = leg.notify_port + offset
         self.context.log(f"{what}_sent", self.name, request=job.transfer.index, fields=Sent(port))
         self.context.network.send(self.name, (route.pod_host(dp), port), job.transfer.index, what, deliver)

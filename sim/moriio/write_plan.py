@@ -10,7 +10,8 @@ from kvcover.sim.cache.ledger import Codes, SourceCache
 from kvcover.sim.errors import PeerRefusal
 from kvcover.sim.moriio.rank import Rank
 from kvcover.sim.moriio.write_job import Job, Wire
-from kvcover.sim.releases.policies import Target, as_int
+from kvcover.sim.releases.maps import Target
+from kvcover.sim.releases.sizes import as_int
 
 
 class WritePlan:
@@ -73,16 +74,16 @@ class WritePlan:
             blocks = blocks[: job.transfer.request.prefill_size]
         part: Slice | None = None
         if geometry.state:
-            size = self._known_size(as_int(job.leg.peer_tp), self.me.tp)
-            if size == self.me.tp != as_int(job.leg.peer_tp):  # 0, which means own size to everything else
-                raise PeerRefusal(
-                    "NotImplementedError", f"recurrent states of TP size {size} to TP size {job.leg.peer_tp}", "states"
-                )
+            size = self.me.release.call("unknown_tp_states_write")(as_int(job.leg.peer_tp), self.me.tp)
+            if size <= 0:
+                text = f"recurrent states of TP size {self.me.tp} to TP size {job.leg.peer_tp}"
+                raise PeerRefusal("NotImplementedError", text, "unknown_tp_states_write")
             part = state_slice(self.rank.tp, self.me.tp, target.tp_rank, size, mine.shape.heads, theirs.shape.heads)
         elif self.me.release.write_plan == "head_slices" and self._by_heads(job, target, rank, group):
             part = Slice(target.local, target.remote, target.count)
-            if self.context.geometry.mixed and self.me.release.unsupported == "request_refused":
-                part = Slice(0, 0, mine.shape.heads)  # layers of two kinds: it refuses unequal TP, so all heads of this kind
+            equal = self._known_size(as_int(job.leg.peer_tp), self.me.tp) == self.me.tp
+            if self.context.geometry.mixed and equal and self.me.release.slice_heads == "of_layer":
+                part = Slice(0, 0, mine.shape.heads)
         pairs = self._pair(blocks, job.blocks[mine.table])
         local, remote = (np.array(side, dtype=np.int64) for side in zip(*pairs, strict=True))
         source = SourceCache(mine.shape, self._contents, geometry.heads_of(self.rank.tp, self.me.tp).start)
@@ -98,7 +99,7 @@ class WritePlan:
         assert job.leg is not None
         mine, theirs = self.me.groups[group].shape, rank.me.groups[group].shape
         advertised = rank.me.advertised(rank.me.groups[group]) if mine.planes > 1 else None
-        advertises = rank.me.release.write_plan == "head_slices"
+        advertises = rank.me.release.advertised == "layouts"
         if advertises and mine.block_size != theirs.block_size:
             raise PeerRefusal("MoRIIOError", f"{mine.block_size} tokens a block here, {theirs.block_size} at the peer")
         assumed = self.context.geometry.heads_per_rank(self._known_size(as_int(job.leg.peer_tp), self.me.tp))

@@ -22,7 +22,8 @@ from kvcover.sim.moriio.write_job import Job, Peer
 from kvcover.sim.moriio.write_notices import Notices
 from kvcover.sim.moriio.write_plan import WritePlan
 from kvcover.sim.moriio.write_queue import WriteQueue
-from kvcover.sim.releases.policies import MOST_RANKS, as_int
+from kvcover.sim.releases.maps import MOST_RANKS
+from kvcover.sim.releases.sizes import as_int
 
 
 class Writer:
@@ -119,8 +120,8 @@ class Writer:
             return
         if not job.error and not job.in_flight:
             self._finalize(job)
-        elif self.me.release.write_failure == "silent":
-            raise PeerRefusal("TransferError", job.error or "transfer timeout", "write_failure")
+        elif self.me.release.write_failure_in_forward == "raises":
+            raise PeerRefusal("TransferError", job.error or "transfer timeout", "write_failure_in_forward")
         else:
             self._close_failed(job)
 

@@ -7,7 +7,7 @@ from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
 
-from kvcover.sim.releases.policies import POLICIES
+from kvcover.sim.releases.policies import FIELDS
 from kvcover.sim.releases.records import RELEASES
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -70,7 +70,7 @@ def page() -> str:
         "|---" * (len(names) + 1) + "|",
         "| rows measured | " + " | ".join(str(measured[name]) if measured[name] else "–" for name in names) + " |",
     ]
-    for field in POLICIES:
+    for field in FIELDS:
         cells, before = [], ""
         for record in RELEASES.values():
             value = getattr(record, field)
@@ -78,8 +78,9 @@ def page() -> str:
             before = value
         lines.append(f"| {field} | " + " | ".join(cells) + " |")
     lines += ["", "## What the names mean", ""]
-    for field, policies in POLICIES.items():
-        lines += [f"**{field}**", "", *(f"- `{name}`: {policy.text}" for name, policy in policies.items()), ""]
+    for field, subject in FIELDS.items():
+        lines += [f"**{field}**", "", *(f"- `{name}`: {policy.text}" for name, policy in subject.policies.items())]
+        lines += ["", f"First seen in {', '.join(f'`{kind}`' for kind in subject.decides)}.", ""]
     lines += ["## What was deduced before it was measured", "", "| consequence | on the real connector |", "|---|---|"]
     for deduced in DEDUCED:
         count = sum(deduced.rows in row["id"] for row in rows) if deduced.rows else 0

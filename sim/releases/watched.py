@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict, dataclass
 from typing import Any
 
-import msgspec
-
-from kvcover.sim.releases.policies import POLICIES
+from kvcover.sim.releases.policies import FIELDS
 from kvcover.sim.releases.records import ConnectorRelease
 
 
-class WatchedRelease(ConnectorRelease, frozen=True, kw_only=True):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WatchedRelease(ConnectorRelease):
     """The same policies; `asked` gets the field of each one that is looked up.
 
     What a run never asked can't have been a cause of what it did. Runs that nobody explains use plain records and pay nothing.
@@ -19,11 +19,11 @@ class WatchedRelease(ConnectorRelease, frozen=True, kw_only=True):
     asked: set[str]
 
     def __getattribute__(self, name: str) -> Any:
-        if name in POLICIES:
-            super().__getattribute__("asked").add(name)
-        return super().__getattribute__(name)
+        if name in FIELDS:
+            object.__getattribute__(self, "asked").add(name)
+        return object.__getattribute__(self, name)
 
 
 def watched(release: ConnectorRelease, asked: set[str]) -> ConnectorRelease:
     """The release, as one that adds to `asked`."""
-    return WatchedRelease(**msgspec.structs.asdict(release), asked=asked)
+    return WatchedRelease(**asdict(release), asked=asked)

@@ -41,7 +41,16 @@ def dp_size_cause(me: Endpoint, peer: Endpoint, params: Mapping[str, Any]) -> li
 
 
 # What raises on the peer's TP size.
-READS_SIZE = ("peer_tp", "read_guard", "read_map", "write_map", "write_map_error", "unknown_tp_map", "unknown_tp_guard", "states")
+READS_SIZE = (
+    "peer_tp", "read_guard", "read_map", "write_map", "write_map_error", "unknown_tp_map", "unknown_tp_guard", "states",
+    "unknown_tp_states_read", "unknown_tp_states_write",
+)  # fmt: skip
+# What says there what a size that the leg does not give counts as, if it is not the rank map.
+UNKNOWN_SIZE = {
+    "read_guard": "unknown_tp_guard",
+    "unknown_tp_states_read": "unknown_tp_states_read",
+    "unknown_tp_states_write": "unknown_tp_states_write",
+}
 
 
 def crash_causes(record: Record, event: Event, raised: Raised) -> list[Cause]:
@@ -55,7 +64,7 @@ def crash_causes(record: Record, event: Event, raised: Raised) -> list[Cause]:
     compared = raised.policy == "read_guard" and raised.error == "ValueError"  # blocks and contents, and not only TP sizes
     causes = [*(unlike_caches(record) if compared else []), *([policy_cause(me.release, raised.policy)] if raised.policy else [])]
     if raised.policy in READS_SIZE and event.request >= 0:
-        causes += misread(me, peer, record.leg(side, event.request))
+        causes += misread(me, peer, record.leg(side, event.request), unknown=UNKNOWN_SIZE.get(raised.policy, "unknown_tp_map"))
     return causes or fired_at(record, "params")
 
 
@@ -93,7 +102,9 @@ def failure_causes(record: Record, event: Event) -> list[Cause]:
         named = (
             [policy_cause(me.release, field)] if record.mode == "write" or (isinstance(fields, Raised) and fields.policy) else []
         )
-        causes = [*unlike_caches(record), *named, *mixed, *misread(me, peer, record.leg(side, event.request))]
+        unknown = UNKNOWN_SIZE.get(field, "unknown_tp_map")
+        sizes = misread(me, peer, record.leg(side, event.request), unknown=unknown)
+        causes = [*unlike_caches(record), *named, *mixed, *sizes]
     if record.mode == "read" and me.release.read_failure == "garbage":
         causes.append(policy_cause(me.release, "read_failure"))
     return causes
@@ -137,7 +148,8 @@ def unannounced(record: Record, missing: list[str]) -> list[Cause]:
         dp = record.leg("decode", course.index).get("remote_dp_rank", 0)
         if dp != course.prefill_dp:
             return [key_cause("remote_dp_rank", dp, "decode", f"prefill's leg went to {course.prefill_dp}")]
-    width = misread(decode, prefill, record.leg("decode", mine[0].index if mine else 0), "blocks_ready_width")
+    leg = record.leg("decode", mine[0].index if mine else 0)
+    width = misread(decode, prefill, leg, "blocks_ready_width", "blocks_ready_width")
     return list(dict.fromkeys([policy_cause(decode.release, "blocks_ready_width"), *width])) if width else []
 
 

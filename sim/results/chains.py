@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 
 from kvcover.sim.errors import PeerRefusal
-from kvcover.sim.releases.policies import POLICIES
+from kvcover.sim.releases.policies import FIELDS
 from kvcover.sim.releases.records import ConnectorRelease
 from kvcover.sim.results.result import Finding
 from kvcover.sim.scenario.setup import Endpoint
@@ -32,6 +32,11 @@ class Cause(msgspec.Struct, frozen=True):
     text: str
     levers: tuple[Lever, ...] = ()
 
+    def told(self, by_model: bool) -> str:
+        """Its words; `by_model`: a policy is the model's word, not something that was seen."""
+        asserted = by_model and any(lever.kind == "policy" for lever in self.levers)
+        return f"as modelled: {self.text}" if asserted else self.text
+
 
 class Found(msgspec.Struct, frozen=True, kw_only=True):
     """A finding whose causes can still be put to the test, nearest cause first."""
@@ -40,15 +45,16 @@ class Found(msgspec.Struct, frozen=True, kw_only=True):
     text: str
     causes: list[Cause]
 
-    def told(self) -> Finding:
-        """As results have it."""
-        return Finding(kind=self.kind, text=self.text, causes=[cause.text for cause in self.causes])
+    def told(self, by_model: bool = False) -> Finding:
+        """As results have it. On a real tier what a release's policy says is only what the model knows of it."""
+        causes = [cause.told(by_model) for cause in self.causes]
+        return Finding(kind=self.kind, text=self.text, causes=causes)
 
 
 def policy_cause(release: ConnectorRelease, field: str) -> Cause:
     """What the release does at this field."""
     name = getattr(release, field)
-    return Cause(f"release {release.name}, {field} = {name}: {POLICIES[field][name].text}", (Lever("policy", field),))
+    return Cause(f"release {release.name}, {field} = {name}: {FIELDS[field].policies[name].text}", (Lever("policy", field),))
 
 
 def fault_cause(fault: str) -> Cause:
@@ -61,8 +67,18 @@ def key_cause(key: str, sent: Any, leg: str, truth: str) -> Cause:
     return Cause(f"`{key}` = {sent!r} was sent to {leg}, and {truth}", (Lever("key", key, leg),))
 
 
-def peer_tp_causes(release: ConnectorRelease, params: Mapping[str, Any], leg: str, field: str = "peer_tp") -> list[Cause]:
-    """Why the peer's TP size was read from `leg` as it was."""
+_UNKNOWN = {
+    "refused": "refuses an unknown size",
+    "zero_is_own": "takes the peer to be as large as itself",
+    "non_positive_is_own": "takes the peer to be as large as itself",
+    "remote_tp_size_or_tp_size_or_own": "takes the peer to be as large as itself",
+}
+
+
+def peer_tp_causes(
+    release: ConnectorRelease, params: Mapping[str, Any], leg: str, field: str = "peer_tp", unknown: str = "unknown_tp_map"
+) -> list[Cause]:
+    """Why the peer's TP size was read from `leg` as it was; `unknown` is the field that says what a missing one counts as."""
     policy = getattr(release, field)
     sent, short = params.get("remote_tp_size"), params.get("tp_size")
     reading, long_key, short_key = Lever("policy", field), Lever("key", "remote_tp_size", leg), Lever("key", "tp_size", leg)
@@ -79,23 +95,21 @@ def peer_tp_causes(release: ConnectorRelease, params: Mapping[str, Any], leg: st
         return [Cause(f"`remote_tp_size` = {sent!r} was sent", (long_key, reading))]
     if short:
         return [Cause(f"`remote_tp_size` was not sent, `tp_size` = {short!r} was", (long_key, short_key, reading))]
-    unknown = {
-        "refused": "refuses an unknown size",
-        "zero_is_own": "takes the peer to be as large as itself",
-        "non_positive_is_own": "takes the peer to be as large as itself",
-    }[release.unknown_tp_map]
-    text = f"neither `remote_tp_size` nor `tp_size` was sent; release {release.name} {unknown}"
-    return [Cause(text, (long_key, short_key, reading, Lever("policy", "unknown_tp_map")))]
+    text = f"neither `remote_tp_size` nor `tp_size` was sent; release {release.name} {_UNKNOWN[getattr(release, unknown)]}"
+    levers = dict.fromkeys((long_key, short_key, reading, Lever("policy", unknown)))
+    return [Cause(text, tuple(levers))]
 
 
-def misread(me: Endpoint, peer: Endpoint, params: Mapping[str, Any], field: str = "peer_tp") -> list[Cause]:
-    """Why `me` took the peer's TP size for another than it is; no cause if it didn't."""
+def misread(
+    me: Endpoint, peer: Endpoint, params: Mapping[str, Any], field: str = "peer_tp", unknown: str = "unknown_tp_map"
+) -> list[Cause]:
+    """Why `me` took the peer's TP size for another than it is; no cause if it didn't. `field` and `unknown` decide that."""
     leg = "prefill" if me.letter == "P" else "decode"
     try:
         read = me.release.call(field)(params, me.tp, peer.tp)
     except PeerRefusal:
         read = None
-    return [] if type(read) is int and read == peer.tp else peer_tp_causes(me.release, params, leg, field)
+    return [] if type(read) is int and read == peer.tp else peer_tp_causes(me.release, params, leg, field, unknown)
 
 
 def span(names: Iterable[str]) -> str:

@@ -42,6 +42,7 @@ class Checker(msgspec.Struct, frozen=True):
     statement: str
     taught_by: str
     call: Callable[[History, Plan], Verdict]
+    needs: tuple[str, ...] = ()  # what a tier must see, so that to see nothing wrong means that nothing was
 
 
 def coverage_at_go(history: History, plan: Plan) -> Verdict:
@@ -166,7 +167,7 @@ def queues_bounded(history: History, plan: Plan) -> Verdict:
 
 def engine_alive(history: History, plan: Plan) -> Verdict:
     """Whether no engine died and no listener ended."""
-    died = history.events("crashed", "poisoned", "bind_failed")
+    died = history.events("crashed", "poisoned", "bind_failed", "stuck")
     return (not died, f"{died[0].actor}: {died[0].detail}" if died else "both engines live")
 
 
@@ -174,24 +175,26 @@ CHECKERS: tuple[Checker, ...] = (
     Checker("coverage-at-go", "decode uses only cells that hold what they should", "vllm#47764", coverage_at_go),
     Checker("told-written-needed", "ranks that need data = written = told", "vllm#41211", told_is_written_is_needed),
     Checker("completed-once", "each transfer completes once at each rank", "vllm#46290", completed_once),
-    Checker("no-use-before-landing", "no byte lands after its layer was used", "vllm#48534", no_use_before_landing),
+    Checker("no-use-before-landing", "no byte lands after its layer was used", "vllm#48534", no_use_before_landing, ("landing",)),
     Checker("no-race", "no use, free or reuse of blocks is left to time", "vllm#48534", no_race),
-    Checker("source-held", "prefill keeps its blocks until they have landed", "vllm#56465", source_held),
+    Checker("source-held", "prefill keeps its blocks until they have landed", "vllm#56465", source_held, ("landing",)),
     Checker("no-stray-write", "a batch changes only cells of its own request", "vllm#48471", no_stray_write),
     Checker("dialled-is-intended", "every handshake reaches the rank that is meant", "vllm#47764", dialled_is_intended),
     Checker("every-request-ends", "every client gets an answer", "mori#655", every_request_ends),
     Checker("nothing-held", "all blocks are given back, and not by a timer", "vllm#51301", nothing_held),
-    Checker("queues-bounded", "no message waits for ever", "vllm#41211", queues_bounded),
+    Checker("queues-bounded", "no message waits for ever", "vllm#41211", queues_bounded, ("undelivered",)),
     Checker("engine-alive", "no engine dies, no listener ends", "mori#432", engine_alive),
 )  # fmt: skip
 
 
 def check_all(history: History, plan: Plan) -> list[Check]:
-    """The verdict of every checker."""
+    """The verdict of every checker; what the tier can't see is never a pass."""
     words = {True: "pass", False: "fail", None: "unknown"}
     checks = []
     for checker in CHECKERS:
         good, reason = checker.call(history, plan)
+        if good and (blind := [what for what in checker.needs if plan.observed is not None and what not in plan.observed]):
+            good, reason = None, f"this tier does not see {blind[0]}"
         checks.append(msgspec.convert({"name": checker.name, "verdict": words[good], "reason": reason}, Check))
     return checks
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 
 from kvcover.faults import Fault, KeyFault
 from kvcover.sim.errors import nearest
-from kvcover.sim.kernel.events import Dial, Failed, Listener, Lost, Raised
+from kvcover.sim.kernel.events import Dial, Failed, Listener, Lost, Raised, Stuck
 from kvcover.sim.results.blame import (
     MODEL_HEADS,
     content_causes,
@@ -34,7 +35,9 @@ def find(record: Record, ranks: list[RankCoverage], sets: Sets) -> list[Found]:
         *_dead_dials(record),
         *_refused_maps(record),
         *_stale_sessions(record),
+        *_broken(record),
         *_crashes(record),
+        *_stuck(record),
         *_lost(record),
         *_task_failures(record),
         *_sealed_short(record),
@@ -75,9 +78,10 @@ def _wrong_dials(record: Record) -> list[Found]:
     for event, dial in record.history.having(Dial, "dialled"):
         (_, own_tp), (reached, reached_tp) = peers[event.actor], peers[event.peer]
         intended = set(intended_peers(record.setup, own_tp))
-        if not intended or (reached.dp == dial.dp and reached_tp in intended):
+        meant_dp = reached.dp if dial.dp is None else dial.dp
+        if not intended or (reached.dp == meant_dp and reached_tp in intended):
             continue
-        meant = span(peer.rank_name(dial.dp, tp) for tp in sorted(intended))
+        meant = span(peer.rank_name(meant_dp, tp) for tp in sorted(intended))
         wrong[event.peer].append((event.actor, meant))
         requests[event.peer] = event.request
         all_meant[event.peer] = all_meant.get(event.peer, True) and dial.tp in intended
@@ -152,6 +156,34 @@ def _bind_failures(record: Record) -> list[Found]:
             )
         )
     return findings
+
+
+def _broken(record: Record) -> list[Found]:
+    """Errors that no protocol makes: the code of this vLLM, or the machine, is broken, and the run says nothing more."""
+    whose: dict[str, list[str]] = defaultdict(list)
+    for event in record.history.events("crashed", "poisoned"):
+        if broken := getattr(event.fields, "broken", ""):
+            whose[broken].append(event.actor)
+    return [
+        Found(kind="broken", text=f"{span(dict.fromkeys(who))}: {error}", causes=[Cause("no protocol makes an error of this kind")])
+        for error, who in whose.items()
+    ]
+
+
+def _stuck(record: Record) -> list[Found]:
+    """Ranks of a real run that never came up, or never came back from a step."""
+    groups: dict[bool, dict[str, list[str]]] = {True: defaultdict(list), False: defaultdict(list)}
+    for event, stuck in record.history.having(Stuck, "stuck"):
+        groups[stuck.started][stuck.last_step].append(event.actor)
+    return [
+        Found(
+            kind="stalled",
+            text=f"{span(itertools.chain(*steps.values()))} never {'came back from a step' if started else 'came up'}",
+            causes=[Cause(f"{span(who)}, last step: {step}") for step, who in steps.items() if step],
+        )
+        for started, steps in groups.items()
+        if steps
+    ]
 
 
 def _crashes(record: Record) -> list[Found]:
@@ -304,7 +336,7 @@ def _put_off(record: Record) -> list[Found]:
         Found(
             kind="read-put-off",
             text=f"request {', '.join(requests)} ran without its KV: its step had handshakes, and read for another one",
-            causes=[policy_cause(record.setup.decode.release, "read_handshake")],
+            causes=[policy_cause(record.setup.decode.release, "read_queue")],
         )
     ]
 
@@ -383,7 +415,7 @@ def _held(record: Record, explained: bool) -> list[Found]:
         kinds = {"expired": "the deferral timer of", "reaped": "the scheduler's timer of"}
         grouped = {kind: span(dict.fromkeys(e.actor for e in timer if e.kind == kind)) for kind in kinds}
         text = "; ".join(f"{kinds[kind]} {names} fired" for kind, names in grouped.items() if names)
-        held_s = record.setup.scenario.timers.defer_timeout_s
+        held_s = record.setup.defer_timeout_ns / 1e9
         findings.append(
             Found(kind="held-until-timer", text=f"{text}: prefill's blocks were held for {held_s:g} s",
                   causes=[] if explained else fired_at(record))

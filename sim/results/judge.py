@@ -52,7 +52,7 @@ def judge(record: Record, **told: Any) -> Result:
         by_rank=ranks,
         by_request=outcomes,
         sets=sets,
-        findings=[found.told() for found in [*find(record, ranks, sets), *races]],
+        findings=[found.told(by_model=record.tier != "model") for found in [*find(record, ranks, sets), *races]],
         checks=checks,
         faults=faults,
         transfer_ms=percentiles(transfer_times(record)),

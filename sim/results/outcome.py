@@ -7,7 +7,7 @@ import math
 from kvcover.sim.cache.ledger import Count
 from kvcover.sim.errors import PeerRefusal
 from kvcover.sim.kernel.events import ASTRAY
-from kvcover.sim.releases.policies import map_fan
+from kvcover.sim.releases.maps import map_fan
 from kvcover.sim.results.checkers import Plan
 from kvcover.sim.results.record import Course, Record
 from kvcover.sim.results.result import Percentiles, RankCoverage, Sets, worst

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from kvcover.sim.releases.policies import POLICIES
+from kvcover.sim.releases.policies import FIELDS
 from kvcover.sim.results.chains import Cause, Found, Lever, policy_cause, span
 from kvcover.sim.results.checkers import Plan
 from kvcover.sim.results.order import MISSING, Missing, Race, What, races
@@ -46,6 +46,6 @@ def _finding(record: Record, found: list[Race]) -> Found:
         release = (record.setup.prefill if side == "prefill" else record.setup.decode).release
         causes.append(policy_cause(release, field))
         if getattr(release, field) != better:
-            would = f"{field} = {better} would order it: {POLICIES[field][better].text}"
+            would = f"{field} = {better} would order it: {FIELDS[field].policies[better].text}"
             causes.append(Cause(would, (Lever("policy", field),)))
     return Found(kind="race", text=text, causes=causes)

@@ -63,8 +63,8 @@ class EngineEnd(msgspec.Struct, frozen=True, kw_only=True):
 class Record(msgspec.Struct, frozen=True, kw_only=True):
     """A finished run. `legs` are the params as they left the router, by request and side; `fired` counts by planned fault.
 
-    `observed` are the kinds of event that the tier sees if they happen; None: all of them. `stray` counts cells of others
-    that changed, None if nobody looked.
+    `observed` are the kinds of event that the tier sees if they happen, and `landing` if it knows when bytes arrive; None: all.
+    `stray` counts cells of others that changed, None if nobody looked.
     """
 
     tier: str

@@ -16,6 +16,7 @@ MOST_LINES = 25
 _QUIET = ("bound", "leg_sent", "fault_fired")
 # How the events of one kind are told: {who}, {whom}, {n} events, {layers} of them distinct, {detail} of the first.
 _TOLD = {
+    "stuck": "{who} never came up, or never came back from a step: {detail}",
     "bind_failed": "{who} could not bind its port {detail}: its engine never starts",
     "blocks_ready_sent": "{who} told prefill its blocks, at {whom}",
     "blocks_ready": "{who} learned decode's blocks",

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from kvcover.sim.errors import InputError, nearest
+from kvcover.sim.releases.records import get_release
 
 Template = dict[str, Any]
 
@@ -165,22 +166,12 @@ ROUTERS: dict[str, Router] = {
     r.name: r for r in (_TOY_025, _TOY_027, _TOY_030, _TOY_033, _VLLM_015, _VLLM_016, _VLLM_017, _WIDE_EP)
 }
 TOY_PROXY = "toy-proxy"
-_TOY_OF_RELEASE = {
-    "0.24.0": _TOY_025,
-    "0.25.1": _TOY_025,
-    "0.26.0": _TOY_027,
-    "0.27.0": _TOY_027,
-    "0.28.0": _TOY_030,
-    "0.29.0": _TOY_030,
-    "0.30.0": _TOY_030,
-    "reference": _TOY_027,  # the newest that sends no request to a DP rank that isn't there
-}
 
 
 def get_router(name: str, prefill_release: str) -> Router:
     """The router of that name; `toy-proxy` alone is the one that came with prefill's vLLM release."""
     if name == TOY_PROXY:
-        return _TOY_OF_RELEASE.get(prefill_release, _TOY_033)
+        name = get_release(prefill_release).toy_proxy
     router = ROUTERS.get(name)
     if router is None:
         raise InputError("router", f"no router {name!r}", nearest(name, [TOY_PROXY, *ROUTERS]))

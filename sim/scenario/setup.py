@@ -53,27 +53,28 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
         return _rows(self.tables, tokens, count, self.shape.block_size, self.letter == "D")
 
     def advertised(self, group: Group) -> CacheShape | None:
-        """The cache of a layer as peers are told of it: K/V caches of releases that move single heads."""
-        return group.shape if self.release.write_plan == "head_slices" and group.shape.planes > 1 else None
+        """The cache of a layer as peers are told of it: K/V caches of releases that advertise them."""
+        return group.shape if self.release.advertised == "layouts" and group.shape.planes > 1 else None
 
     @property
     def stages(self) -> int:
         """Pipeline stages that start on this host, each of which binds the ports of its rank."""
-        return 1 if self.release.unsupported == "request_refused" else self.side.pp
+        return 1 if self.release.stage_ports == "apart" else self.side.pp
 
     def start_error(self, mode: str) -> PeerRefusal | None:
         """What the release's connector raises when it is started with these caches; None if it starts."""
-        if any(table.state for table in self.tables) and (why := self.state_error(mode)):
-            return None if self.release.unsupported == "request_refused" else why
+        judged = self.release.unfit_start == "raises"
+        if judged and any(table.state for table in self.tables) and (why := self.state_error(mode)):
+            return why
         takes = self.release.call("cache_layouts")
         for group in self.groups:
             if not takes(group.shape.layout, group.shape.planes == 1):
                 return PeerRefusal("ValueError", f"unsupported cache shape: {group.shape.layout}", "cache_layouts")
-        if self.release.unsupported == "request_refused":
+        if not judged:
             return None
         if mode == "write" and any(table.window for table in self.tables):
             text = "WRITE with block tables for sliding windows (hybrid_kv = false turns them off)"
-            return PeerRefusal("NotImplementedError", text, "windows")
+            return PeerRefusal("NotImplementedError", text, "hybrid_manager")
         mixed = len({group.table for group in self.groups}) < len(self.groups)
         if mixed and self.release.mixed_layers == "hybrid_off" and self.side.hybrid_kv:
             text = "layers of unequal block length with the hybrid KV cache manager (hybrid_kv = false turns it off)"
@@ -82,9 +83,10 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
 
     def state_error(self, mode: str) -> PeerRefusal | None:
         """What is raised when a model with recurrent states is started; None if it starts."""
-        policy = self.release.states
-        if policy == "no_hybrid" or not self.side.hybrid_kv:
-            return PeerRefusal("ValueError", "recurrent states without the hybrid KV cache manager", "states")
+        policy, off = self.release.states, self.release.hybrid_manager == "off"
+        if off or not self.side.hybrid_kv:
+            decides = "hybrid_manager" if off else "states"
+            return PeerRefusal("ValueError", "recurrent states without the hybrid KV cache manager", decides)
         if policy == "refused":
             return PeerRefusal("NotImplementedError", "recurrent states in a cache group", "states")
         if policy == "read" and mode == "write":
@@ -107,6 +109,15 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
 
     def pod(self, dp: int) -> int:
         return dp // self.local_dp
+
+    def engine_name(self, dp: int) -> str:
+        """One DP rank of it: `D1`, or `D` if it has only one."""
+        return self.letter + (str(dp) if self.dp > 1 else "")
+
+    def needed(self, request: Request) -> int:
+        """Cells of a request that one rank needs."""
+        blocks = [request.blocks - skipped for skipped, _ in self.rows(request.prompt_tokens)]
+        return sum(g.geometry.layers * g.shape.planes * g.shape.heads * blocks[g.table] for g in self.groups)
 
     def rank_name(self, dp: int, tp: int) -> str:
         return f"{self.letter}{dp}.{tp}" if self.dp > 1 else f"{self.letter}{tp}"
@@ -199,7 +210,7 @@ def _hybrid(side: Side, release: ConnectorRelease, geometry: Geometry) -> bool:
 
     With recurrent states it has, or it never starts.
     """
-    return geometry.has_states or (side.hybrid_kv and release.windows != "as_full")
+    return geometry.has_states or (side.hybrid_kv and release.hybrid_manager == "on")
 
 
 def table_rows(name: str, tables: tuple[Table, ...], tokens: int, scenario: Scenario) -> list[tuple[int, int]]:
@@ -454,7 +465,7 @@ def _state_shape(kind: Geometry, tp: int, num_blocks: int) -> CacheShape:
 
 def _layout(name: str, side: Side, geometry: Geometry, release: ConnectorRelease) -> tuple[str, str]:
     """How the cache lies in memory; a latent is as the release takes it unless said."""
-    usual = ("standard" if not release.call("cache_layouts")("latent", True) else "latent") if geometry.mla else "split"
+    usual = release.latents if geometry.mla else "split"
     layout = side.layout or usual
     fits = ("latent", "standard") if geometry.mla else ("split", "interleaved", "packed", "standard")
     if layout not in fits:

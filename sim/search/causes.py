@@ -21,8 +21,8 @@ import msgspec
 from kvcover.faults.params import LEGS
 from kvcover.sim.cache.geometry import Geometry
 from kvcover.sim.errors import InputError
-from kvcover.sim.releases.policies import POLICIES
-from kvcover.sim.releases.records import RELEASES
+from kvcover.sim.releases.policies import FIELDS
+from kvcover.sim.releases.records import REFERENCE, RELEASES
 from kvcover.sim.releases.watched import watched
 from kvcover.sim.results.chains import Cause, Found, Lever
 from kvcover.sim.results.findings import find
@@ -254,13 +254,14 @@ def _flips(scenario: Scenario, geometry: Geometry, wanted: set[Lever] | None) ->
 def _policy_flips(setup: Setup, asked: dict[str, set[str]]) -> Iterator[Flip]:
     """Each policy that the run asked, as each other release has it. An override acts on both sides."""
     releases = {"prefill": setup.prefill.release, "decode": setup.decode.release}
-    for field in POLICIES:
+    for field in FIELDS:
         sides = [leg for leg in LEGS if field in asked[leg]]
         present = {getattr(releases[leg], field) for leg in sides}
         for policy in dict.fromkeys(getattr(release, field) for release in RELEASES.values()):
             if sides and present != {policy}:
                 who = [release.name for release in RELEASES.values() if getattr(release, field) == policy]
-                text = f"{field} = {policy} (asked by {' and '.join(sides)}), as in {_spans(who)}: {POLICIES[field][policy].text}"
+                meaning = FIELDS[field].policies[policy].text
+                text = f"{field} = {policy} (asked by {' and '.join(sides)}), as in {_spans(who)}: {meaning}"
                 yield Flip(Lever("policy", field), text, policy=policy)
 
 
@@ -269,7 +270,7 @@ def _spans(names: list[str]) -> str:
     known = list(RELEASES)
     runs: list[list[str]] = []
     for name in names:
-        if runs and known.index(runs[-1][-1]) == known.index(name) - 1 and name != "reference":
+        if runs and known.index(runs[-1][-1]) == known.index(name) - 1 and name != REFERENCE:
             runs[-1].append(name)
         else:
             runs.append([name])

@@ -17,7 +17,7 @@ import msgspec
 from msgspec import Meta
 
 from kvcover.sim.errors import InputError, TierError, nearest
-from kvcover.sim.releases.records import RELEASES
+from kvcover.sim.releases.records import PUBLISHED
 from kvcover.sim.results.expect import disagreement
 from kvcover.sim.results.result import GOOD, Result
 from kvcover.sim.scenario.scenario import Expect, Outcome, Scenario, build
@@ -32,7 +32,6 @@ EVIDENCE = {
     "report": "only the report says so; the scenario carries its kind of fault over to MoRI-IO",
 }
 Kind = TypeVar("Kind", bound=msgspec.Struct)
-_PUBLISHED = [name for name in RELEASES if name != "reference"]
 _FIXED_FIELDS = ("release", "decode_release", "expect", "schema")
 
 Share = Annotated[float, Meta(ge=0, le=1)]
@@ -208,7 +207,7 @@ def _check_fields(struct: type[msgspec.Struct], data: Any, name: str, place: str
 
 def releases_of(text: str, place: str) -> list[str]:
     """The releases that `0.24.0, 0.27.0..0.32.0` names."""
-    known = _PUBLISHED
+    known = PUBLISHED
     found: list[str] = []
     for part in text.split(","):
         ends = [end.strip() for end in part.split("..")]
@@ -306,7 +305,7 @@ def spans(releases: Iterable[str]) -> str:
     """`0.24.0, 0.27.0–0.32.0` for some releases."""
     wanted = set(releases)
     runs: list[list[str]] = []
-    for before, name in zip(["", *_PUBLISHED], _PUBLISHED, strict=False):
+    for before, name in zip(["", *PUBLISHED], PUBLISHED, strict=False):
         if name in wanted and before in wanted:
             runs[-1].append(name)
         elif name in wanted:

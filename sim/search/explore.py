@@ -24,6 +24,7 @@ from typing import Any
 import msgspec
 
 from kvcover.sim.errors import InputError, short
+from kvcover.sim.releases.records import REFERENCE
 from kvcover.sim.results.result import GOOD, OUTCOMES, Result
 from kvcover.sim.scenario.scenario import Scenario
 from kvcover.sim.scenario.setup import resolve
@@ -118,7 +119,7 @@ def good(scenario: Scenario, result: Result) -> bool:
     if result.outcome == "ok":
         return all(check.verdict != "fail" for check in result.checks)
     releases = {result.release, result.decode_release}
-    if releases != {"reference"} or scenario.faults or scenario.overrides:
+    if releases != {REFERENCE} or scenario.faults or scenario.overrides:
         return result.outcome in GOOD
     without = any(request.plain or request.external_zero for request in resolve(scenario).requests)
     return result.outcome == "refused" or (without and result.outcome == "recomputed")

@@ -17,7 +17,7 @@ from kvcover.sim.cache.geometry import AXES
 from kvcover.sim.cache.presets import DTYPE_BYTES
 from kvcover.sim.errors import InputError, nearest
 from kvcover.sim.kernel.clock import stream
-from kvcover.sim.releases.policies import POLICIES
+from kvcover.sim.releases.policies import FIELDS
 from kvcover.sim.releases.records import NEWEST, RELEASES, get_release
 from kvcover.sim.scenario.fabric import FABRICS, get_fabric
 from kvcover.sim.scenario.routers import ROUTERS, TOY_PROXY, get_router
@@ -224,8 +224,8 @@ def _draw_timing(rng: Rng, draft: Draft) -> None:
 
 
 def _draw_overrides(rng: Rng, draft: Draft) -> None:
-    field = pick(rng, tuple(POLICIES))
-    overrides = {field: pick(rng, tuple(POLICIES[field]))}
+    field = pick(rng, tuple(FIELDS))
+    overrides = {field: pick(rng, tuple(FIELDS[field].policies))}
     try:
         for name in (draft["release"], draft.get("decode_release", NEWEST)):
             get_release(name).overridden(overrides)

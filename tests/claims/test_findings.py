@@ -47,9 +47,26 @@ def test_a_read_that_is_put_off_is_named() -> None:
     ]
 
 
-def test_a_way_out_of_the_late_handshake() -> None:
-    overrides = {"sealing": "every_layer", "write_failure": "write_failed"}
-    assert run(build(scenario("late-handshake", overrides=overrides))).outcome == "failed"
+@pytest.mark.parametrize(("release", "unheard"), [("0.27.0", "hang"), ("0.32.0", "hang"), ("0.33.0", "failed")])
+def test_a_way_out_of_the_late_handshake(release: str, unheard: str) -> None:
+    """Prefill says that it failed; up to 0.32.0 the message ends decode's notify thread, unless decode learns it as well."""
+    told = {"sealing": "every_layer", "write_failure": "write_failed"}
+    late = scenario("late-handshake", release=release)
+    assert run(build({**late, "overrides": told})).outcome == unheard
+    assert run(build({**late, "overrides": told | {"write_failed_heard": "understood"}})).outcome == "failed"
+
+
+@pytest.mark.parametrize(("name", "release", "override"), [
+    ("sliding-lookahead", "0.33.0", "windows=prompt_tail"),
+    ("one-read-a-step", "0.26.0", "read_queue=all"),
+    ("notice-while-running", "0.33.0", "late_report=ignored"),
+    ("state-unknown-size", "0.33.0", "unknown_tp_states_write=zero_is_own"),
+    ("mixed-layers-and-pools", "0.33.0", "slice_heads=of_layer"),
+])  # fmt: skip
+def test_the_other_ways_out(name: str, release: str, override: str) -> None:
+    result = run(build(scenario(name, release=release, overrides=dict([override.split("=")]))))
+    assert (result.outcome, result.coverage) == ("ok", 1.0)
+    assert override in (FOLDER.parent / "findings.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(("release", "outcome"), [("0.27.0", "crash"), ("0.32.0", "crash"), ("0.33.0", "corrupt")])

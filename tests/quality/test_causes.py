@@ -20,7 +20,7 @@ from click.testing import CliRunner
 from kvcover.sim.cache.presets import PRESETS
 from kvcover.sim.commands.run import command as run_command
 from kvcover.sim.errors import InputError
-from kvcover.sim.releases.policies import POLICIES
+from kvcover.sim.releases.policies import FIELDS
 from kvcover.sim.releases.watched import watched
 from kvcover.sim.results.result import GOOD, Remedies, Remedy, Result, Shown
 from kvcover.sim.scenario.scenario import Scenario, build, load
@@ -135,8 +135,8 @@ def test_a_policy_that_was_not_asked_changes_nothing(data: dict[str, Any]) -> No
     plain = run(scenario)
     assert world.history.digest() == plain.digest
     assert asked
-    for field in POLICIES.keys() - asked:
-        for policy in POLICIES[field]:
+    for field in FIELDS.keys() - asked:
+        for policy in FIELDS[field].policies:
             try:
                 other = run(msgspec.structs.replace(scenario, overrides={field: policy}))
             except InputError:

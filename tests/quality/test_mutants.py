@@ -13,7 +13,6 @@ from typing import Any
 import msgspec
 import pytest
 
-import kvcover.sim.releases.policies as policies
 from kvcover import resolve
 from kvcover.sim.errors import InputError, PeerRefusal
 from kvcover.sim.moriio.decode import DecodeEngine
@@ -21,6 +20,8 @@ from kvcover.sim.moriio.decode_rank import DecodeRank
 from kvcover.sim.moriio.prefill import PrefillEngine
 from kvcover.sim.moriio.reports import Reports
 from kvcover.sim.moriio.writer import Writer
+from kvcover.sim.releases import blocks, maps
+from kvcover.sim.releases.policies import FIELDS, Policy
 from kvcover.sim.results.result import GOOD
 from kvcover.sim.scenario.scenario import Scenario
 from kvcover.sim.search.swarm import Swarm, features_of
@@ -32,65 +33,63 @@ Patch = Callable[[pytest.MonkeyPatch], None]
 
 def wrong_head(patch: pytest.MonkeyPatch) -> None:
     """Every slice starts one head too early."""
-    real = policies.map_fan
+    real = maps.map_fan
 
-    def shifted(*args: Any) -> list[policies.Target]:
+    def shifted(*args: Any) -> list[maps.Target]:
         return [msgspec.structs.replace(t, local=max(t.local - 1, 0)) for t in real(*args)]
 
-    patch.setitem(policies.POLICIES["write_map"], "fan", policies.Policy("mutant", shifted))
+    patch.setitem(FIELDS["write_map"].policies, "fan", Policy("mutant", shifted))
 
 
 def wrong_slot(patch: pytest.MonkeyPatch) -> None:
     """Fan-in lands in the first slot always."""
-    real = policies.map_fan
+    real = maps.map_fan
 
-    def first(*args: Any) -> list[policies.Target]:
+    def first(*args: Any) -> list[maps.Target]:
         return [msgspec.structs.replace(t, remote=0) for t in real(*args)]
 
-    patch.setitem(policies.POLICIES["write_map"], "fan", policies.Policy("mutant", first))
+    patch.setitem(FIELDS["write_map"].policies, "fan", Policy("mutant", first))
 
 
 def one_writer_less(patch: pytest.MonkeyPatch) -> None:
     """Decode counts one writer too few."""
-    real = policies.map_fan
+    real = maps.map_fan
 
-    def fewer(*args: Any) -> list[policies.Target]:
+    def fewer(*args: Any) -> list[maps.Target]:
         return [msgspec.structs.replace(t, writers=max(1, t.writers - 1)) for t in real(*args)]
 
-    patch.setitem(policies.POLICIES["write_map"], "fan", policies.Policy("mutant", fewer))
+    patch.setitem(FIELDS["write_map"].policies, "fan", Policy("mutant", fewer))
 
 
 def port_off_by_one(patch: pytest.MonkeyPatch) -> None:
-    patch.setitem(
-        policies.POLICIES["dial"], "dp_times_tp_plus_tp", policies.Policy("mutant", lambda dp, tp, size: dp * size + tp + 1)
-    )
+    patch.setitem(FIELDS["dial"].policies, "dp_times_tp_plus_tp", Policy("mutant", lambda dp, tp, size: dp * size + tp + 1))
 
 
 def last_rank_not_told(patch: pytest.MonkeyPatch) -> None:
-    def most(rank: int, targets: list[policies.Target]) -> list[int]:
+    def most(rank: int, targets: list[maps.Target]) -> list[int]:
         return [t.tp_rank for t in targets][: max(1, len(targets) - 1)]
 
-    patch.setitem(policies.POLICIES["write_done_to"], "targets", policies.Policy("mutant", most))
+    patch.setitem(FIELDS["write_done_to"].policies, "targets", Policy("mutant", most))
 
 
 def one_ack_more(patch: pytest.MonkeyPatch) -> None:
-    real = policies.acks_fan_in
-    patch.setitem(policies.POLICIES["acks"], "fan_in", policies.Policy("mutant", lambda own, peer: real(own, peer) + 1))
+    real = maps.acks_fan_in
+    patch.setitem(FIELDS["acks"].policies, "fan_in", Policy("mutant", lambda own, peer: real(own, peer) + 1))
 
 
 def blocks_shifted(patch: pytest.MonkeyPatch) -> None:
     """Pairs start at the second remote block."""
-    real = policies.pair_head
+    real = blocks.pair_head
 
     def shifted(local: list[int], remote: list[int]) -> list[tuple[int, int]]:
         return real(local, remote[1:] + remote[:1])
 
-    patch.setitem(policies.POLICIES["write_pairing"], "head", policies.Policy("mutant", shifted))
+    patch.setitem(FIELDS["write_pairing"].policies, "head", Policy("mutant", shifted))
 
 
 def last_block_left_out(patch: pytest.MonkeyPatch) -> None:
-    real = policies.pair_head
-    patch.setitem(policies.POLICIES["write_pairing"], "head", policies.Policy("mutant", lambda a, b: real(a, b)[:-1] or real(a, b)))
+    real = blocks.pair_head
+    patch.setitem(FIELDS["write_pairing"].policies, "head", Policy("mutant", lambda a, b: real(a, b)[:-1] or real(a, b)))
 
 
 def done_before_the_last_layer(patch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import msgspec
@@ -129,4 +130,4 @@ def test_canary_is_caught(overrides: dict[str, str], scenario: dict[str, Any], c
 def test_the_records_are_frozen() -> None:
     with pytest.raises(AttributeError):
         RELEASES["0.27.0"].peer_tp = "tp_size_or_1"  # type: ignore[misc]
-    assert msgspec.structs.replace(RELEASES["0.27.0"], peer_tp="tp_size_or_1").peer_tp == "tp_size_or_1"
+    assert dataclasses.replace(RELEASES["0.27.0"], peer_tp="tp_size_or_1").peer_tp == "tp_size_or_1"

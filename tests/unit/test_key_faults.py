@@ -141,7 +141,7 @@ def test_the_connector_tier_sends_the_same_legs(fault: str, mode: str) -> None:
     _, world = run_world(resolve(scenario))
     for n, sent in enumerate(trial.legs):
         answer = {"transfer_id": world.transfers[n].router_id} if mode == "read" else {}
-        legs = {"prefill": sent.prefill, "decode": sent.decode(answer)}
+        legs = {"prefill": sent.prefill, "decode": sent.decode(answer)[0]}
         for leg, params in legs.items():
             for key in ("remote_tp_size", "transfer_id"):
                 mine, theirs = (json.dumps(each.get(key)).replace("tx-" + "0" * 31, "tx-") for each in (params, world.legs[n, leg]))

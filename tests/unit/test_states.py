@@ -11,11 +11,11 @@ import pytest
 from kvcover import InputError, Result, build, run
 from kvcover.sim.cache.geometry import block_tables
 from kvcover.sim.cache.presets import PRESETS, resolve_model
+from kvcover.sim.releases.records import PUBLISHED
 
 STATES = "layers=4,kv_heads=8,head_dim=8,state=8x16,state_every=2"
 TWO_HEADS = "layers=4,kv_heads=2,head_dim=8,state=8x16,state_every=2"
 LATENT = "layers=4,mla=64+16,state=8x16,state_every=2"
-ALL = ("0.24.0", "0.25.1", "0.26.0", "0.27.0", "0.28.0", "0.29.0", "0.30.0", "0.31.0", "0.32.0", "0.33.0")
 
 
 def go(release: str, mode: str, p: int = 1, d: int = 1, model: str = STATES, **fields: Any) -> Result:
@@ -25,14 +25,16 @@ def go(release: str, mode: str, p: int = 1, d: int = 1, model: str = STATES, **f
     )
 
 
-@pytest.mark.parametrize("release", ALL)
+@pytest.mark.parametrize("release", PUBLISHED)
 @pytest.mark.parametrize("mode", ["read", "write"])
 def test_who_starts_a_model_with_states(release: str, mode: str) -> None:
     """vLLM refuses up to 0.29, the connector in 0.30; 0.31 and 0.32 have READ, 0.33 both (measured, and so in the sources)."""
-    starts = release == "0.33.0" or (mode == "read" and release in ("0.31.0", "0.32.0"))
+    at = PUBLISHED.index(release)
+    starts = at >= PUBLISHED.index("0.31.0" if mode == "read" else "0.33.0")
+    field = "hybrid_manager" if at < PUBLISHED.index("0.30.0") else "states"
     result = go(release, mode)
     assert (result.outcome, result.coverage) == (("ok", 1.0) if starts else ("crash", 0.0))
-    assert starts or any("states = " in cause for finding in result.findings for cause in finding.causes)
+    assert starts or any(f"{field} = " in cause for finding in result.findings for cause in finding.causes)
     assert go(release, mode, prefill={"hybrid_kv": False}).outcome == "crash"
 
 

@@ -206,6 +206,10 @@ class PostedBatch:
     remote_ranges: tuple[tuple[int, int], ...]
     """Address and length in bytes of each entry, in the remote process."""
     status: TransferStatus = field(compare=False)
+    local: int = 0
+    """Where the first entry is here."""
+    at_ns: int = 0
+    """When it was posted, on the monotonic clock."""
 
     @property
     def nbytes(self) -> int:
@@ -327,7 +331,9 @@ class IOEngineSession:
     def _post(self, kind: str, local: Sequence[int], remote: Sequence[int], sizes: Sequence[int]) -> TransferStatus:
         status = TransferStatus()
         ranges = tuple((self._remote.data + offset, size) for offset, size in zip(remote, sizes, strict=False))
-        IOEngine.posted.append(PostedBatch(kind, self._local.engine_key, self._remote.engine_key, ranges, status))
+        first = self._local.data + (local[0] if local else 0)
+        batch = PostedBatch(kind, self._local.engine_key, self._remote.engine_key, ranges, status, first, time.monotonic_ns())
+        IOEngine.posted.append(batch)
         problem = self._refuse(local, remote, sizes)
         if problem:
             status.Update(StatusCode.ERR_INVALID_ARGS, problem)
