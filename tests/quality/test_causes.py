@@ -187,6 +187,7 @@ def test_pairs_only_for_a_budget() -> None:
     search = Search(build(data), levers=[Lever("fault", fault) for fault in faults])
     search.singles()
     search.pairs(budget_s=60)
+    search.prove()
     [remedy] = [remedy for remedy in search.remedies() if remedy.effect == "heals"]
     assert remedy.flips == [f"without {fault}" for fault in faults]
     assert by_command(remedy.command)["outcome"] == "ok"
@@ -281,6 +282,7 @@ def put_to_the_test(case: Case) -> Counter[Blame]:
     levers = {lever for found in Search(scenario, levers=()).found for cause in found.causes for lever in cause.levers}
     search = Search(scenario, levers)
     search.singles()
+    search.prove()
     best: dict[tuple[str, str], Shown] = {}
     for found in search.found:
         for cause, shown in zip(found.causes, search.shown(found), strict=True):
