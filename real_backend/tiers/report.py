@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from kvcover.real_backend.driver.race import race_of
-from kvcover.real_backend.driver.reports import Seen
+from kvcover.real_backend.driver.reports import RunSeen
 from kvcover.real_backend.driver.trial import Trial
 from kvcover.real_backend.machine.trees import Tree
 from kvcover.sim.results.judge import judge
@@ -17,7 +17,7 @@ _LOG_LINES = 40
 
 
 def to_result(
-    trial: Trial, seen: Seen, trees: tuple[Tree, Tree], infos: tuple[dict[str, Any], dict[str, Any]], vllm: str | None
+    trial: Trial, seen: RunSeen, trees: tuple[Tree, Tree], infos: tuple[dict[str, Any], dict[str, Any]], vllm: str | None
 ) -> Result:
     """What the judge makes of a run, and what ran."""
     setup = trial.setup
@@ -40,7 +40,7 @@ def _release(tree: Tree, info: dict[str, Any], name: str) -> str:
     return version if tree.kind != "working copy" else f"{version} ({tree.path.name if tree.path else 'installed'})"
 
 
-def _backend(trial: Trial, seen: Seen, infos: tuple[dict[str, Any], dict[str, Any]]) -> dict[str, Any]:
+def _backend(trial: Trial, seen: RunSeen, infos: tuple[dict[str, Any], dict[str, Any]]) -> dict[str, Any]:
     prefill, decode = ({key: value for key, value in info.items() if key != "head_axis"} for info in infos)
     race = race_of(trial, seen)
     return {
@@ -59,7 +59,7 @@ def _backend(trial: Trial, seen: Seen, infos: tuple[dict[str, Any], dict[str, An
     }
 
 
-def _log(seen: Seen) -> list[str]:
+def _log(seen: RunSeen) -> list[str]:
     lines = [f"{each.rank} {each.call}: {each.kind}: {each.text}" for each in seen.raised]
     lines += [f"{rank.name}: {text}" for rank in seen.ranks for text in rank.warnings if "experimental" not in text]
     return lines[-_LOG_LINES:]

@@ -76,7 +76,7 @@ class LegSent(Fields, frozen=True):
         return str(self.params)
 
 
-class FaultFired(Fields, frozen=True):
+class FaultActed(Fields, frozen=True):
     """Of `fault_fired`: the fault as people write it, and the point at which it acts."""
 
     fault: str

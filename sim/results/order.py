@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
-from kvcover.sim.kernel.events import Counted, FaultFired
+from kvcover.sim.kernel.events import Counted, FaultActed
 from kvcover.sim.kernel.history import History, Row
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ class _Run:
         self.flows: dict[Flow, Row] = {(row[2], row[3], row[4]): row for row in self.rows}
         self.unproven = {
             (event.actor, event.peer, event.request)
-            for event, fired in (history.having(FaultFired, "fault_fired") if self.rows else ())
+            for event, fired in (history.having(FaultActed, "fault_fired") if self.rows else ())
             if fired.fault.startswith(_UNPROVEN)
         }
         seen = _SEEN[plan.mode] - {moved}
