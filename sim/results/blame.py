@@ -160,7 +160,8 @@ def untold_causes(record: Record, sets: Sets, untold: list[str]) -> list[Cause]:
         prefill.rank_name(c.prefill_dp, tp) for c in record.courses for tp in range(prefill.tp)
     }
     causes = [cause for cause in fired_at(record, "notice") if not (heard and ":remote_blocks" in cause.text)][:1]
-    if record.history.events("expired") and prefill.release.expiry == "silent":
+    heard_of = decode.release.write_failed_heard == "understood"  # else to be told would change nothing
+    if record.history.events("expired") and prefill.release.expiry == "silent" and heard_of:
         causes.append(policy_cause(prefill.release, "expiry"))
     failed = record.history.events("task_failed", "transfer_failed")
     if not (causes or failed) and record.history.events("write_done_sent") and not set(untold) <= set(sets.written):

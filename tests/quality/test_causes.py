@@ -22,6 +22,7 @@ from kvcover.sim.commands.run import command as run_command
 from kvcover.sim.errors import InputError
 from kvcover.sim.releases.policies import FIELDS
 from kvcover.sim.releases.watched import watched
+from kvcover.sim.results.chains import Lever
 from kvcover.sim.results.result import GOOD, Remedies, Remedy, Result, Shown
 from kvcover.sim.scenario.scenario import Scenario, build, load
 from kvcover.sim.scenario.setup import resolve
@@ -49,8 +50,8 @@ NO_KEY = {
 COLLAPSE = {"release": "0.26.0", "prefill": {"tp": 8}, "decode": {"tp": 8}, "model": "deepseek-v3"}
 
 
-def explained(data: dict[str, Any], budget_s: float | None = None) -> tuple[Result, Remedies]:
-    result = explain(build(data), budget_s)
+def explained(data: dict[str, Any]) -> tuple[Result, Remedies]:
+    result = explain(build(data))
     assert isinstance(result.remedies, Remedies)
     return result, result.remedies
 
@@ -177,15 +178,18 @@ def test_a_fault_of_a_late_layer_needs_that_layer() -> None:
 
 
 def test_pairs_only_for_a_budget() -> None:
-    """The guard of 0.33.0 forbids to gather heads: `gather` makes sense only without it, which is a flip more."""
-    data = {"mode": "read", "prefill": {"tp": 4}, "decode": {"tp": 2}, "model": "layers=1,kv_heads=8,head_dim=8"}
+    """Two ranks are told nothing, each for a fault of its own: only both together are the way out."""
+    faults = ["drop-notice:write_done,to=D0", "drop-notice:write_done,to=D1"]
+    data = {"model": "layers=1,mla=8", "prefill": {"tp": 2}, "decode": {"tp": 2}, "faults": faults}
     _, without = explained(data)
     assert not healing(without)
     assert without.pairs == 0
-    _, told = explained(data, budget_s=5)
-    assert told.pairs
-    assert any(overridden([remedy]) == {"read_map=gather", "read_guard=none"} for remedy in healing(told))
-    assert all(len(remedy.flips) == 2 and remedy.full_size for remedy in healing(told))
+    search = Search(build(data), levers=[Lever("fault", fault) for fault in faults])
+    search.singles()
+    search.pairs(budget_s=60)
+    [remedy] = [remedy for remedy in search.remedies() if remedy.effect == "heals"]
+    assert remedy.flips == [f"without {fault}" for fault in faults]
+    assert by_command(remedy.command)["outcome"] == "ok"
 
 
 # -- what counts as better ---------------------------------------------------------------------------------------
