@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,14 +18,12 @@ from kvcover.sim.commands.options import (
     scenario_data,
     scenario_options,
     sizes,
-    whole_number,
     write_output,
 )
+from kvcover.sim.commands.workers import workers_of
 from kvcover.sim.errors import InputError, TierError, nearest
 
 if TYPE_CHECKING:
-    from concurrent.futures import Executor
-
     from kvcover.sim.search.explore import Exploration, Group, Job
     from kvcover.sim.search.explore_tier import RealTier
 
@@ -78,7 +75,7 @@ def _run_jobs(jobs: Iterator[Job], total: int, options: dict[str, Any]) -> Explo
     """Run on the model, over processes or a cluster."""
     from kvcover.sim.search.explore import refuse_nonsense, run_jobs, shrink_groups
 
-    with _executor(options["jobs"], options["dask"]) as (executor, workers):
+    with workers_of(options["jobs"], options["dask"]) as (executor, workers):
         with _progress(total) as tick:
             budget = math.inf if options["budget"] is None else options["budget"]
             summary = run_jobs(jobs, executor, 2 * workers, budget, tick)
@@ -181,68 +178,6 @@ def _grid_jobs(options: dict[str, Any], tier: RealTier | None) -> tuple[Iterator
     if not options["as_json"]:
         click.echo(f"every single fault of {options['grid']}, {' and '.join(modes)}, {len(pairs)} pairings")
     return grid_jobs(data, pairs, modes), 0
-
-
-# -- who runs it -------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def _executor(jobs: str, dask: str | None) -> Iterator[tuple[Executor | None, int]]:
-    """An executor and how many workers it has; None runs everything here."""
-    if dask is not None:
-        with _dask_executor(dask) as found:
-            yield found
-        return
-    workers = _cpus() if jobs == "all" else whole_number("--jobs", jobs, jobs)
-    if workers < 1:
-        raise InputError("--jobs", f"{workers} processes can't run anything", "use 1 or more")
-    if workers == 1:
-        yield None, 1
-        return
-    import multiprocessing
-    from concurrent.futures import ProcessPoolExecutor
-
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["kvcover.sim.search.explore"])
-    with _no_code_from_here(), ProcessPoolExecutor(workers, mp_context=context) as pool:
-        try:
-            yield pool, workers
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
-
-
-@contextmanager
-def _no_code_from_here() -> Iterator[None]:
-    """An interpreter that starts now takes no module from the current folder: the fork server would, even of `kvcover` itself."""
-    before = os.environ.get("PYTHONSAFEPATH")
-    os.environ["PYTHONSAFEPATH"] = "1"
-    try:
-        yield
-    finally:
-        os.environ.pop("PYTHONSAFEPATH")
-        if before is not None:
-            os.environ["PYTHONSAFEPATH"] = before
-
-
-def _cpus() -> int:
-    """Those that this process may use, where the system says so."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-@contextmanager
-def _dask_executor(address: str) -> Iterator[tuple[Executor, int]]:
-    try:
-        from distributed import Client
-    except ImportError:
-        raise InputError("--dask", "distributed is not installed", "pip install 'kvcover[dask]'") from None
-    try:
-        client = Client(address, timeout=10)
-    except (OSError, ValueError) as error:
-        raise InputError("--dask", f"can't reach {address!r}: {error}", "give the scheduler's address, tcp://host:8786") from None
-    with client:
-        workers = sum(client.nthreads().values())
-        yield client.get_executor(), max(workers, 1)
 
 
 @contextmanager
