@@ -67,11 +67,14 @@ def conclude(evidence: Evidence, seconds: float, event_faults: tuple[int, ...]) 
     engines = evidence.engines.values()
     stalled = tuple(name for engine in engines for name in engine.stalled)
     rows += [(last, "stuck", name, "", -1, -1, Stuck(True, reports[name].last_step)) for name in stalled]
+    courses = tuple(_course(evidence, request, reports, at_end[request.index]) for request in trial.setup.requests)
+    if not all(course.ended for course in courses):
+        rows += [(last, "stands", rank.name, "", -1, -1, Stuck(True, rank.last_step)) for rank in reports.values()]
     record = Record(
         tier="connector",
         setup=trial.as_timed(),
         history=_history(rows),
-        courses=tuple(_course(evidence, request, reports, at_end[request.index]) for request in trial.setup.requests),
+        courses=courses,
         engines=tuple(_engine_end(evidence, key) for key in evidence.engines),
         legs=evidence.legs,
         fired=tuple(keys + events for keys, events in zip(trial.keys.fired, event_faults, strict=True)),
@@ -118,11 +121,11 @@ def _ask(child: Child, otherwise: Any, method: str, *arguments: Any) -> Any:
 
 
 def _history(rows: list[Row]) -> History:
-    """All rows in order of time, which starts with the first of them."""
+    """All rows in order of time, which starts with the first leg: ports are bound before it."""
     history = History()
     rows.sort(key=lambda row: row[0])
-    first = rows[0][0] if rows else 0
-    history.rows = [(row[0] - first, *row[1:]) for row in rows]
+    start = next((row[0] for row in rows if row[1] == "leg_sent"), rows[0][0] if rows else 0)
+    history.rows = [(max(0, row[0] - start), *row[1:]) for row in rows]
     return history
 
 

@@ -11,6 +11,7 @@ from kvcover.real_backend.driver.trial import Trial
 from kvcover.real_backend.machine.trees import Tree
 from kvcover.sim.results.judge import judge
 from kvcover.sim.results.result import Result
+from kvcover.sim.results.story import story
 from kvcover.sim.simulate import replay_line
 
 _LOG_LINES = 40
@@ -55,6 +56,7 @@ def _backend(trial: Trial, seen: RunSeen, infos: tuple[dict[str, Any], dict[str,
             "recv_abort_timeout": round(trial.limits.read_abort_s, 3),
         },
         "race": asdict(race) if race else None,
+        "stories": [story(seen.record, request.index) for request in trial.setup.requests],
         "log_tail": _log(seen),
     }
 

@@ -36,6 +36,7 @@ def find(record: Record, ranks: list[RankCoverage], sets: Sets) -> list[Found]:
         *_broken(record),
         *_crashes(record),
         *_stuck(record),
+        *_standing(record),
         *_lost(record),
         *_task_failures(record),
         *_sealed_short(record),
@@ -90,6 +91,24 @@ def _stuck(record: Record) -> list[Found]:
         )
         for started, steps in groups.items()
         if steps
+    ]
+
+
+def _standing(record: Record) -> list[Found]:
+    """Where the ranks of a real run stood when all timers had expired and a request had not ended."""
+    steps: dict[str, list[str]] = defaultdict(list)
+    for event, stands in record.history.having(Stuck, "stands"):
+        steps[stands.last_step].append(event.actor)
+    if not steps:
+        return []
+    setup, whose = record.setup, ", ".join(str(course.index) for course in record.courses if not course.ended)
+    timers = f"transfer {setup.transfer_timeout_ns / 1e9:g} s, defer {setup.defer_timeout_ns / 1e9:g} s"
+    return [
+        Found(
+            kind="hang",
+            text=f"request {whose} had not ended when all of the connector's timers ({timers}) had expired",
+            causes=[Cause(f"{span(who)}, last step: {step}") for step, who in steps.items()],
+        )
     ]
 
 
