@@ -145,6 +145,8 @@ class _Run:
                         yield _race("use", missing, row, go[1])
                 elif (given := self.given_back.get(request)) is not None and (missing := self.reuse(flow, row, given)):
                     yield _race("reuse", missing, row, given[1])
+            if flow[0] not in self.plan.holders[request]:
+                continue  # it read the blocks of another engine
             if (freed := self.freed.get(request)) is not None and (missing := self.free(flow, row, freed)):
                 yield _race("free", missing, row, freed[1])
 
