@@ -19,7 +19,7 @@ from typing import Any
 from kvcover.faults import EventFault
 from kvcover.real_backend.driver.book import SharedInjector
 from kvcover.real_backend.driver.processes import Ports
-from kvcover.real_backend.driver.reports import Batch
+from kvcover.real_backend.driver.reports import Post
 from kvcover.real_backend.driver.trial import Role, Trial
 
 NOTICE_KINDS = ("drop-notice", "duplicate-notice", "delay-notice", "reorder-notice", "poison-notice", "misroute-notice",
@@ -81,16 +81,16 @@ class Injection:
         self.acted += [(time.monotonic_ns(), str(fault), point, receiver, request, layer) for fault in faults]
         return faults
 
-    def failed(self) -> list[Batch]:
+    def failed(self) -> list[Post]:
         """Which batches a fault failed, or left without a completion; not those that were posted again with success."""
         return [
             self.batch(at, kind, peer, address, text, planned=True) for (kind, peer, address), (at, text) in self.spoilt.items()
         ]
 
-    def batch(self, at_ns: int, kind: str, peer: str, address: int, error: str, *, planned: bool = False) -> Batch:
+    def batch(self, at_ns: int, kind: str, peer: str, address: int, error: str, *, planned: bool = False) -> Post:
         """A post from an address in this rank's caches, which tells its layer and request."""
         layer, request = self.cell_of(address)
-        return Batch(at_ns, kind, peer, request, layer, error, planned)
+        return Post(at_ns, kind, peer, request, layer, error, planned)
 
     def peer_of(self, engine_key: str) -> str:
         """The rank of the other engine that registers under such a key: role:host:port:tp<r>:dp<d>."""

@@ -6,12 +6,12 @@ from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
-from kvcover.sim.kernel.events import Failed, FaultFired, Raised
+from kvcover.sim.kernel.events import Failed, FaultActed, Raised
 from kvcover.sim.kernel.history import Event
 from kvcover.sim.results.chains import Cause, fault_cause, key_cause, misread, policy_cause, span
 from kvcover.sim.results.record import Record
 from kvcover.sim.results.result import Sets
-from kvcover.sim.scenario.setup import Endpoint
+from kvcover.sim.scenario.endpoint import Endpoint
 
 
 def initiator(record: Record) -> tuple[str, Endpoint, Endpoint]:
@@ -117,7 +117,7 @@ QUEUE = (
 
 def fired_at(record: Record, *points: str) -> list[Cause]:
     """Planned faults that fired at some points; at all without."""
-    fired = [fired for _, fired in record.history.having(FaultFired, "fault_fired") if not points or fired.point in points]
+    fired = [fired for _, fired in record.history.having(FaultActed, "fault_fired") if not points or fired.point in points]
     return [fault_cause(fault) for fault in dict.fromkeys(fault.fault for fault in fired)]
 
 
@@ -139,7 +139,7 @@ def unannounced(record: Record, missing: list[str]) -> list[Cause]:
     sent = {event.request for event in record.history.events("blocks_ready_sent")}
     if faults := fired_at(record, "notice", "router", "rank"):
         return faults
-    if silent := [course for course in mine if course.index not in sent]:
+    if record.sees("blocks_ready_sent") and (silent := [course for course in mine if course.index not in sent]):
         gated = any(course.admitted and not course.request.external_zero for course in silent)
         return [policy_cause(decode.release, "blocks_ready_gate")] if gated and decode.release.blocks_ready_gate != "none" else []
     if keys := fired_at(record, "params"):

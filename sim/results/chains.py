@@ -15,7 +15,7 @@ from kvcover.sim.errors import PeerRefusal
 from kvcover.sim.releases.policies import FIELDS
 from kvcover.sim.releases.records import ConnectorRelease
 from kvcover.sim.results.result import Finding
-from kvcover.sim.scenario.setup import Endpoint
+from kvcover.sim.scenario.endpoint import Endpoint
 
 
 class Lever(NamedTuple):

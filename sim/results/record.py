@@ -9,7 +9,8 @@ import msgspec
 from kvcover.sim.cache.geometry import Geometry
 from kvcover.sim.cache.ledger import Count
 from kvcover.sim.kernel.history import History
-from kvcover.sim.scenario.setup import Endpoint, Request, Setup
+from kvcover.sim.scenario.endpoint import Endpoint, Request
+from kvcover.sim.scenario.setup import Setup
 
 
 class Course(msgspec.Struct, frozen=True, kw_only=True):
@@ -76,6 +77,10 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     fired: tuple[int, ...]
     stray: int | None
     observed: frozenset[str] | None = None
+
+    def sees(self, kind: str) -> bool:
+        """Whether there would be an event of this kind if it had happened."""
+        return self.observed is None or kind in self.observed
 
     @property
     def mode(self) -> str:
