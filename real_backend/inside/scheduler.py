@@ -70,7 +70,7 @@ class SchedulerSide:
         self._endpoint = trial.endpoint(config.role)
         self._kv_cache = config.kv_cache
         name = self._endpoint.letter + (str(config.dp_rank) if self._endpoint.dp > 1 else "")
-        self._injection = Injection(trial, config.role, name, ports)
+        self._injection = Injection(trial, config.role, config.dp_rank, name, ports)
         self._injection.wrap_sockets()
         refuse_states(trial, config)
         self._connector = connector_class()(config.vllm, connector_role("SCHEDULER"), config.kv_cache)

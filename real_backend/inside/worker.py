@@ -57,7 +57,7 @@ class Worker:
         self._tp_rank = tp_rank
         self.name = self._endpoint.rank_name(config.dp_rank, tp_rank)
         self._cells = cells_of(trial, config.role, tp_rank)
-        self._injection = Injection(trial, config.role, self.name, ports)
+        self._injection = Injection(trial, config.role, config.dp_rank, self.name, ports)
         self._watch = _Watch(self.name, self._injection)
         self._used: dict[int, list[LayerView]] = defaultdict(list)
         self._steps = 0
