@@ -23,7 +23,7 @@ from kvcover.sim.errors import InputError
 def command(scenario: str | None, before: str, after: str, **options: Any) -> None:
     """Run one scenario on two vLLMs: CONFIRMED if it is bad before and good after, and every planned fault fired.
 
-    Exit code 0 if confirmed, 1 if not or if nothing can be concluded. -o writes the evidence: the scenario and its hash, all
+    Exit code 0 if confirmed, 1 if not, 3 if nothing can be concluded. -o writes the evidence: the scenario and its hash, all
     versions, both results and the end of both logs. Example:
 
     \b
@@ -41,7 +41,7 @@ def command(scenario: str | None, before: str, after: str, **options: Any) -> No
     for name in ("prefill", "decode"):
         if found := sizes(f"--{name}", options[name]):
             data[name] = {**(data.get(name) or {}), **found}
-    from kvcover.real_backend.evidence.confirm import CONFIRMED, confirm
+    from kvcover.real_backend.evidence.confirm import CONFIRMED, INCONCLUSIVE, confirm
 
     done = confirm(data, before, after, options["tier"])
     evidence = json.dumps(done.evidence(), ensure_ascii=False)
@@ -57,4 +57,4 @@ def command(scenario: str | None, before: str, after: str, **options: Any) -> No
         if options["output"]:
             click.echo(f"evidence: {options['output']}")
     if done.verdict != CONFIRMED:
-        sys.exit(1)
+        sys.exit(3 if done.verdict == INCONCLUSIVE else 1)

@@ -14,6 +14,7 @@ import msgspec
 from kvcover.real_backend.machine.environment import environment
 from kvcover.sim.errors import InputError
 from kvcover.sim.releases.records import ALIASES, RELEASES
+from kvcover.sim.results.expect import unproven
 from kvcover.sim.results.result import GOOD, MEANING, Result
 from kvcover.sim.scenario.routers import get_router
 from kvcover.sim.scenario.scenario import Scenario, build
@@ -113,6 +114,8 @@ def judge(before: Result, after: Result) -> tuple[str, str]:
             return INCONCLUSIVE, f"{when} ({result.release}), the outcome is {result.outcome!r}"
         if any(finding.kind == "stalled" and "never came up" in finding.text for finding in result.findings):
             return INCONCLUSIVE, f"{when} ({result.release}), {result.findings[0].text}"
+    if after.outcome in GOOD and (why := unproven([after])):
+        return INCONCLUSIVE, f"after ({after.release}), {why}"
     if before.outcome in GOOD:
         return NOT_CONFIRMED, f"{_said(before)} already before: there is nothing to repair in this scenario"
     if after.outcome not in GOOD:

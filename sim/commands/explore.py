@@ -15,6 +15,7 @@ from kvcover.sim.commands.matrix import _tp_list
 from kvcover.sim.commands.options import (
     build_scenario,
     check_output,
+    inconclusive,
     scenario_data,
     scenario_options,
     sizes,
@@ -69,6 +70,8 @@ def explore(**options: Any) -> None:
     if options["check"] and summary.failures:
         click.echo(f"kvcover: check failed: {summary.failures} of {summary.runs} runs are not as they should be", err=True)
         sys.exit(1)
+    if options["check"] and not summary.outcomes.get("ok"):
+        inconclusive(f"none of {summary.runs} runs was ok")
 
 
 def _run_jobs(jobs: Iterator[Work], total: int, options: dict[str, Any]) -> Exploration:

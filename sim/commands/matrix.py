@@ -7,7 +7,15 @@ from typing import Any
 
 import click
 
-from kvcover.sim.commands.options import build_scenario, check_output, scenario_data, scenario_options, whole_number, write_output
+from kvcover.sim.commands.options import (
+    build_scenario,
+    check_output,
+    inconclusive,
+    scenario_data,
+    scenario_options,
+    whole_number,
+    write_output,
+)
 from kvcover.sim.errors import InputError, nearest, short
 
 
@@ -29,6 +37,7 @@ def command(mode: str, prefill: str, decode: str, markdown: bool, **options: Any
     data = scenario_data(None, options)
     _reject_axes(data)
     check_output(options["output"], data.get("model"))
+    from kvcover.sim.results.expect import unproven
     from kvcover.sim.results.result import summarize
     from kvcover.sim.search.matrix import matrix
 
@@ -49,6 +58,8 @@ def command(mode: str, prefill: str, decode: str, markdown: bool, **options: Any
     if options["check"] and bad:
         click.echo(f"kvcover: check failed: {bad} of {len(results)} pairings are not as they should be", err=True)
         sys.exit(1)
+    if options["check"] and (why := unproven(results)):
+        inconclusive(why)
 
 
 def _reject_axes(data: dict[str, Any]) -> None:

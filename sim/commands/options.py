@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
@@ -210,3 +211,9 @@ def _output_file(path: str, option: str) -> Path:
     if bad:
         raise InputError(option, f"can't write {path!r}: {bad}", "name a file in a folder that exists")
     return target
+
+
+def inconclusive(why: str) -> NoReturn:
+    """Say that nothing can be concluded, and exit with 3: neither a pass nor a failure."""
+    click.echo(f"kvcover: inconclusive: {why}", err=True)
+    sys.exit(3)

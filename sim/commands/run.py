@@ -13,6 +13,7 @@ from kvcover.sim.commands.options import (
     causes_options,
     check_causes,
     check_output,
+    inconclusive,
     scenario_data,
     scenario_options,
     sizes,
@@ -81,12 +82,14 @@ def command(
         from kvcover.sim.results.show import show_result
 
         show_result(result)
-    from kvcover.sim.results.expect import disagreement
+    from kvcover.sim.results.expect import disagreement, unproven
 
     problem = disagreement(result, built.expect, options["check"])
     if problem:
         click.echo(f"kvcover: check failed: {problem}", err=True)
         sys.exit(1)
+    if options["check"] and result.outcome == "ok" and (why := unproven([result])):
+        inconclusive(why)
 
 
 def _run_traced(built: Scenario, path: str, scenario: str | None, options: dict[str, Any]) -> Result:

@@ -1,4 +1,4 @@
-"""Whether a result is as it should be: as the scenario expects, or good at all."""
+"""Whether a result is as it should be: as the scenario expects, or good at all, or proof of nothing."""
 
 from __future__ import annotations
 
@@ -7,25 +7,47 @@ from kvcover.sim.scenario.scenario import Expect
 
 
 def disagreement(result: Result, expect: Expect | None, check: bool) -> str:
-    """What is not as it should be; empty when all is well, or when nobody asked. `vacuous` is never well."""
-    if expect is None:
-        if check and result.outcome not in GOOD:
-            return f"outcome is {result.outcome}, coverage {result.coverage:.4g}"
-        return _unexpected_race(result, None, check)
-    if expect.outcome is not None and expect.outcome != result.outcome:
-        return f"expected outcome {expect.outcome}, got {result.outcome}"
-    if expect.coverage is not None and abs(expect.coverage - result.coverage) > 1e-9:
-        return f"expected coverage {expect.coverage:.6g}, got {result.coverage:.6g}"
+    """What is not as it should be; empty when all is well, or when nobody asked. `vacuous` is never well.
+
+    With `check` a run must be good. What a scenario expects is asked for besides, and takes nothing from that but what it
+    names itself: another outcome, or a race.
+    """
+    if result.outcome == "vacuous" and (check or expect is not None):
+        return "a planned fault never fired, so the run proves nothing"
+    wanted = expect or Expect()
+    if wanted.outcome is not None and wanted.outcome != result.outcome:
+        return f"expected outcome {wanted.outcome}, got {result.outcome}"
+    if check and wanted.outcome is None and result.outcome not in GOOD:
+        return f"outcome is {result.outcome}, coverage {result.coverage:.4g}"
+    if wanted.coverage is not None and abs(wanted.coverage - result.coverage) > 1e-9:
+        return f"expected coverage {wanted.coverage:.6g}, got {result.coverage:.6g}"
     got = [rank.coverage for rank in result.by_rank]
-    if expect.by_rank is not None:
-        if len(expect.by_rank) != len(got):
-            return f"expected coverage of {len(expect.by_rank)} ranks, there are {len(got)}"
-        for rank, (want, have) in enumerate(zip(expect.by_rank, got, strict=True)):
+    if wanted.by_rank is not None:
+        if len(wanted.by_rank) != len(got):
+            return f"expected coverage of {len(wanted.by_rank)} ranks, there are {len(got)}"
+        for rank, (want, have) in enumerate(zip(wanted.by_rank, got, strict=True)):
             if have is None or abs(want - have) > 1e-9:
                 return f"expected coverage {want:.6g} at decode rank {rank}, got {have}"
-    if expect.outcome is None and result.outcome == "vacuous":
-        return "a planned fault never fired, so the run proves nothing"
-    return _unexpected_race(result, expect.race, check)
+    if check and result.outcome == "ok" and (failed := _failed(result)):
+        return f"outcome is ok, but {failed}"
+    return _unexpected_race(result, wanted.race, check)
+
+
+def unproven(results: list[Result]) -> str:
+    """Why runs that are as they should be prove nothing all the same; empty if they prove something.
+
+    A transfer must have been used in one of them: where all were refused, aborted or recomputed, nothing was put to the test.
+    """
+    used = any(check.name == "coverage-at-go" and check.verdict != "unknown" for result in results for check in result.checks)
+    if not results:
+        return "nothing was run"
+    return "" if used else "no request used what was transferred, so nothing was put to the test"
+
+
+def _failed(result: Result) -> str:
+    """The first check that failed, but for the one on races, which scenarios may expect."""
+    failed = (check for check in result.checks if check.verdict == "fail" and check.name != "no-race")
+    return next((f"{check.name} failed: {check.reason}" for check in failed), "")
 
 
 def _unexpected_race(result: Result, wanted: bool | None, check: bool) -> str:
