@@ -9,7 +9,7 @@ from concurrent.futures import ProcessPoolExecutor
 
 from benchmarks.bare_simpy import bare_write
 from benchmarks.speed import seconds
-from kvcover.sim.search.explore import Exploration, Job, run_jobs, seed_jobs
+from kvcover.sim.search.explore import Exploration, Work, run_jobs, seed_jobs
 from kvcover.sim.search.swarm import Swarm, features_of
 
 P8_D8 = {
@@ -22,7 +22,7 @@ P8_D8 = {
 }
 
 
-def jobs(seeds: int, pinned: bool = False) -> list[Job]:
+def jobs(seeds: int, pinned: bool = False) -> list[Work]:
     """All that a seed may draw; or nothing, so that every seed is the same scenario with another order of ties."""
     swarm = Swarm(features=(), pins=P8_D8) if pinned else Swarm(features=features_of(None, False, True))
     return list(seed_jobs(swarm, 0, seeds))

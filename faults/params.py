@@ -19,8 +19,8 @@ from msgspec import Meta
 from kvcover.faults.kinds import FaultKind, FaultSyntaxError, printable
 from kvcover.faults.read import UnfitJson, leaves, plain_json_start, too_deep, unicode
 
-Leg = Literal["prefill", "decode"]
-LEGS: tuple[Leg, Leg] = ("prefill", "decode")
+LegName = Literal["prefill", "decode"]
+LEGS: tuple[LegName, LegName] = ("prefill", "decode")
 _MOST = 10**18  # what a peer reads into 64 bits
 
 
@@ -51,7 +51,7 @@ class KeyFault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     key: str
     value: Any = None
     new: str | None = None
-    leg: Leg | None = None
+    leg: LegName | None = None
     requests: Annotated[tuple[Annotated[int, Meta(ge=0)], ...], Meta(min_length=1)] | None = None
     since: Annotated[int, Meta(ge=0)] | None = None
 

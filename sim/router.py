@@ -8,14 +8,14 @@ from typing import Any
 
 from kvcover.faults import Fault
 from kvcover.sim.kernel.clock import ns
-from kvcover.sim.kernel.events import FaultFired, LegSent, Lost
+from kvcover.sim.kernel.events import FaultActed, LegSent, Lost
 from kvcover.sim.moriio.deployment import Deployment
 from kvcover.sim.moriio.transfer import Transfer
 from kvcover.sim.scenario.context import Context
 from kvcover.sim.scenario.dispatch import Dispatch, Params
 
 
-class Router:
+class RouterAtWork:
     """Sends requests to the engines of a deployment. `legs`: what it sent, by request and side."""
 
     def __init__(self, context: Context, transfers: Sequence[Transfer], deployment: Deployment) -> None:
@@ -109,7 +109,7 @@ class Router:
         rejected = side == "decode" and request.rejected
         dp, delay = (request.prefill_dp if side == "prefill" else request.decode_dp), 0
         for fault in context.injector.acting("router", side, request=transfer.index, now_ms=context.now_ms):
-            self.context.log("fault_fired", "router", side, transfer.index, fields=FaultFired(str(fault), "router"))
+            self.context.log("fault_fired", "router", side, transfer.index, fields=FaultActed(str(fault), "router"))
             if fault.kind == "fail-leg":
                 return Lost("unsent", "a leg could not be sent")
             if fault.kind == "delay-leg":
@@ -129,7 +129,7 @@ class Router:
     def _leave(self, transfer: Transfer, leg: str, params: Params, fired: list[Fault]) -> Params:
         """A leg's dictionary leaves the router."""
         for fault in fired:
-            self.context.log("fault_fired", "router", leg, transfer.index, fields=FaultFired(str(fault), "params"))
+            self.context.log("fault_fired", "router", leg, transfer.index, fields=FaultActed(str(fault), "params"))
         self.legs[transfer.index, leg] = params
         self.context.log("leg_sent", "router", leg, transfer.index, fields=LegSent(params))
         return params

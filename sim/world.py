@@ -10,7 +10,7 @@ from kvcover.sim.moriio.engine import Engine
 from kvcover.sim.moriio.rank_faults import RankFaults
 from kvcover.sim.moriio.transfer import Transfer, transfers_of
 from kvcover.sim.refusals import refuses
-from kvcover.sim.router import Router
+from kvcover.sim.router import RouterAtWork
 from kvcover.sim.scenario.context import Context
 from kvcover.sim.scenario.setup import Setup
 
@@ -25,7 +25,7 @@ class World:
         self.transfers = transfers_of(setup)
         self._deployment = Deployment(context, partial(refuses, setup))
         self.prefills, self.decodes = self._deployment.prefills, self._deployment.decodes
-        self.router = Router(context, self.transfers, self._deployment)
+        self.router = RouterAtWork(context, self.transfers, self._deployment)
         self.legs = self.router.legs
 
     @property

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvcover.real_backend.driver.processes import Child, Ports, ProcessDied
-from kvcover.real_backend.driver.reports import Raised, RankReport
+from kvcover.real_backend.driver.reports import Escaped, RankReport
 from kvcover.real_backend.driver.trial import EngineKey, Role
 
 _POLL_S = 0.01
@@ -58,7 +58,7 @@ class Children:
     def all_ranks(self) -> list[Child]:
         return [rank for ranks in self.ranks.values() for rank in ranks]
 
-    def await_start(self, limit_s: float, late: dict[str, float]) -> tuple[list[Raised], list[str]] | None:
+    def await_start(self, limit_s: float, late: dict[str, float]) -> tuple[list[Escaped], list[str]] | None:
         """Wait until everyone is up but those that are late on purpose. Else return what was raised and who is not up."""
         deadline = time.monotonic() + limit_s
         raised, missing = [], []

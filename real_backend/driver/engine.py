@@ -12,7 +12,7 @@ from typing import Any
 
 from kvcover.real_backend.driver.journal import Journal
 from kvcover.real_backend.driver.processes import Child, ProcessDied
-from kvcover.real_backend.driver.reports import Forward, Raised, StepReport
+from kvcover.real_backend.driver.reports import Escaped, Forward, StepReport
 from kvcover.real_backend.driver.trial import EngineKey, Trial
 from kvcover.sim.cache.ledger import Count
 from kvcover.sim.kernel.events import Fields, Short
@@ -59,7 +59,7 @@ class Abort:
     note: Callable[[], None]
 
 
-class Engine(threading.Thread):
+class EngineLoop(threading.Thread):
     """Steps its ranks until told to stop. What happened is in `tracked`, `raised` and `stalled`.
 
     `stops` are the requests whose first token is a stop token; what is called then notes that.
@@ -82,7 +82,7 @@ class Engine(threading.Thread):
         self.trial, self.role, self.ranks = trial, role, ranks
         self.me = trial.endpoint(role).engine_name(dp)
         self.tracked: dict[str, Tracked] = {}
-        self.raised: list[Raised] = []
+        self.raised: list[Escaped] = []
         self.stalled: list[str] = []
         self.failure: Exception | None = None
         self.last_progress = time.monotonic()
@@ -139,7 +139,7 @@ class Engine(threading.Thread):
         self._journal.log(kind, actor or self.me, request=-1 if request is None else request.index, fields=fields)
         self._progress()
 
-    def _note_raised(self, raised: list[Raised]) -> None:
+    def _note_raised(self, raised: list[Escaped]) -> None:
         """What ends the engine."""
         self.raised += raised
         for each in raised:
@@ -213,7 +213,7 @@ class Engine(threading.Thread):
 
     def _ask_scheduler(self, method: str, *arguments: Any) -> Any:
         answer = self._scheduler.call(method, *arguments)
-        if isinstance(answer, Raised):
+        if isinstance(answer, Escaped):
             self._note_raised([answer])
             return None
         return answer
@@ -237,7 +237,7 @@ class Engine(threading.Thread):
             for pipe in answered:
                 rank = open_ranks[pipe]  # type: ignore[index]
                 answer = rank.result()
-                report = reports[rank.name] = StepReport(raised=answer) if isinstance(answer, Raised) else answer
+                report = reports[rank.name] = StepReport(raised=answer) if isinstance(answer, Escaped) else answer
                 if report.raised:
                     deadline = min(deadline, time.monotonic() + _LAST_WORDS_S)
         if time.monotonic() - self.step_started > self.trial.limits.transfer_s:

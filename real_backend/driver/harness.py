@@ -21,15 +21,15 @@ from typing import Any
 from kvcover.faults import Fault
 from kvcover.real_backend.driver.book import SharedInjector
 from kvcover.real_backend.driver.children import Children
-from kvcover.real_backend.driver.engine import Abort, Engine, Tracked
+from kvcover.real_backend.driver.engine import Abort, EngineLoop, Tracked
 from kvcover.real_backend.driver.journal import Journal
 from kvcover.real_backend.driver.processes import Child, Ports, ProcessDied, TreeServer, reserve_ports
-from kvcover.real_backend.driver.rank_faults import RankFaults
-from kvcover.real_backend.driver.reports import Raised, Seen
+from kvcover.real_backend.driver.rank_faults import ProcessFaults
+from kvcover.real_backend.driver.reports import Escaped, RunSeen
 from kvcover.real_backend.driver.trial import ROLES, EngineKey, Role, Trial
 from kvcover.real_backend.driver.witness import Evidence, conclude, not_started
 from kvcover.sim.errors import TierError
-from kvcover.sim.kernel.events import FaultFired, LegSent, Lost
+from kvcover.sim.kernel.events import FaultActed, LegSent, Lost
 from kvcover.sim.scenario.dispatch import Params
 
 _POLL_S = 0.01
@@ -67,7 +67,7 @@ class Harness:
         self._servers[role].await_ready()
         return self._servers[role].info
 
-    def run(self, trial: Trial) -> Seen:
+    def run(self, trial: Trial) -> RunSeen:
         """Run `trial` from start to end; never longer than the connector's own timers plus the start.
 
         Whatever the connector does is a result. Raises TierError if a process died or the harness can't drive the tree,
@@ -78,7 +78,7 @@ class Harness:
         except ProcessDied as error:
             raise _as_tier_error(error) from None
 
-    def _run(self, trial: Trial) -> Seen:
+    def _run(self, trial: Trial) -> RunSeen:
         started = time.monotonic()
         geometry = trial.setup.geometry
         if geometry.layers == 1 and not geometry.mla and any(self.info(role)["head_axis"] for role in ROLES):
@@ -88,13 +88,13 @@ class Harness:
             self._servers[role].await_ready()
         with tempfile.TemporaryDirectory(dir=self._work) as folder, reserve_ports() as reserved:
             book = SharedInjector(trial.setup.faults, Path(folder) / "book")
-            faults = RankFaults(trial, book)
+            faults = ProcessFaults(trial, book)
             ports = dict(zip(ROLES, reserved, strict=True))
             with self._children(replace(trial, book=Path(folder) / "book"), Path(folder), ports, faults) as children:
                 return drive(trial, children, faults, book, 10.0 + trial.ranks, started)
 
     @contextmanager
-    def _children(self, trial: Trial, folder: Path, ports: dict[Role, Ports], faults: RankFaults) -> Iterator[Children]:
+    def _children(self, trial: Trial, folder: Path, ports: dict[Role, Ports], faults: ProcessFaults) -> Iterator[Children]:
         run = f"run {next(self._runs)}"
         # All configurations first: the children are forked from a process with one thread and everything built.
         for role in ROLES:
@@ -114,7 +114,7 @@ class Harness:
                 child.close()
 
     def _fork_engine(
-        self, run: str, trial: Trial, key: tuple[Role, int], children: Children, folder: Path, log: Path, faults: RankFaults
+        self, run: str, trial: Trial, key: tuple[Role, int], children: Children, folder: Path, log: Path, faults: ProcessFaults
     ) -> None:
         (role, dp), endpoint, server = key, trial.endpoint(key[0]), self._servers[key[0]]
         ports = children.ports
@@ -128,7 +128,9 @@ class Harness:
             children.ranks[key].append(Child(name, server, run, "rank", arguments, ask=True))
 
 
-def drive(trial: Trial, children: Children, faults: RankFaults, book: SharedInjector, start_limit_s: float, started: float) -> Seen:
+def drive(
+    trial: Trial, children: Children, faults: ProcessFaults, book: SharedInjector, start_limit_s: float, started: float
+) -> RunSeen:
     """Wait until all children are up, run the trial and judge it; `started` is when it began, on the monotonic clock."""
     problem = children.await_start(start_limit_s, faults.late)
     if problem:
@@ -143,7 +145,7 @@ def drive(trial: Trial, children: Children, faults: RankFaults, book: SharedInje
     return seen
 
 
-def refuse_misfits(raised: list[Raised]) -> None:
+def refuse_misfits(raised: list[Escaped]) -> None:
     """Raise TierError if the harness called what isn't there: then nothing that was seen says anything of the connector."""
     for each in raised:
         if each.misfit:
@@ -166,7 +168,7 @@ class _OnItsWay:
 class Run:
     """The router's part, and the decision when a run is over."""
 
-    def __init__(self, trial: Trial, children: Children, faults: RankFaults, book: SharedInjector) -> None:
+    def __init__(self, trial: Trial, children: Children, faults: ProcessFaults, book: SharedInjector) -> None:
         self._trial = trial
         self._requests, self._mode = trial.setup.requests, trial.setup.scenario.mode
         self._children = children
@@ -207,11 +209,11 @@ class Run:
         for engine in self.engines.values():
             engine.join(timeout=0.5)
 
-    def _engine(self, key: EngineKey) -> Engine:
+    def _engine(self, key: EngineKey) -> EngineLoop:
         aborts, stops = (self._aborts(), {}) if key[0] == "decode" else ({}, self._stops())
         children = self._children
         scheduler, ranks = children.schedulers[key], children.ranks[key]
-        return Engine(self._trial, key, scheduler, ranks, self._prefill_done, aborts, stops, self.journal)
+        return EngineLoop(self._trial, key, scheduler, ranks, self._prefill_done, aborts, stops, self.journal)
 
     def _ranks(self) -> dict[str, Child]:
         return {rank.name: rank for rank in self._children.all_ranks()}
@@ -287,12 +289,12 @@ class Run:
             if "transfer_id" in leg:
                 self.transfer_ids[index].add(repr(leg["transfer_id"]))
         for changing in changed:
-            self.journal.log("fault_fired", "router", role, index, fields=FaultFired(str(changing), "params"))
+            self.journal.log("fault_fired", "router", role, index, fields=FaultActed(str(changing), "params"))
         self.legs[index, role] = leg
         self.journal.log("leg_sent", "router", role, index, fields=LegSent(leg))
         delay_s = 0.0
         for fault in self._book.event("router", role, "", "", index):
-            self.journal.log("fault_fired", "router", role, index, fields=FaultFired(str(fault), "router"))
+            self.journal.log("fault_fired", "router", role, index, fields=FaultActed(str(fault), "router"))
             if fault.kind == "fail-leg":
                 self._lose(role, dp, index, request_id, Lost("unsent", "a leg could not be sent"))
                 return

@@ -24,7 +24,7 @@ from multiprocessing.reduction import send_handle
 from pathlib import Path
 from typing import Any
 
-from kvcover.real_backend.driver.reports import Raised
+from kvcover.real_backend.driver.reports import Escaped
 from kvcover.sim.errors import TierError
 
 HOST = "127.0.0.1"
@@ -249,9 +249,9 @@ class Child:
             time.sleep(0.02)
         return ProcessDied(self.name, "closed its pipes")
 
-    def as_raised(self, error: ProcessDied) -> Raised:
+    def as_raised(self, error: ProcessDied) -> Escaped:
         """Say the death as something that its engine sees."""
-        return Raised(self.name, "process", "Died", error.how)
+        return Escaped(self.name, "process", "Died", error.how)
 
 
 def _is_stopped(pid: int) -> bool:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvcover.real_backend.driver.reports import Seen
+from kvcover.real_backend.driver.reports import RunSeen
 from kvcover.real_backend.driver.trial import Trial
 
 
 @dataclass(frozen=True, slots=True)
-class Race:
+class Unsteady:
     """Why a result may differ between runs, the fields that depend on it, and those that can be stated in their place."""
 
     why: str
@@ -17,32 +17,32 @@ class Race:
     instead: tuple[str, ...] = ()
 
 
-OVERWRITTEN = Race(
+OVERWRITTEN = Unsteady(
     "prefill ranks with different heads write the same cells of one decode rank; the last one wins",
     ("coverage", "wrong"),
     ("covered_plus_wrong",),
 )
-REFUSED = Race(
+REFUSED = Unsteady(
     "a refused write ends prefill's step if decode's blocks came before its forward's end, else only the transfer",
     ("outcome", "prefill_released"),
 )
-ONE_ID = Race(
+ONE_ID = Unsteady(
     "two requests under one transfer id: whose data goes into whose blocks depends on which messages came first",
     ("coverage", "wrong", "prefill_released", "outcome"),
     ("covered_plus_wrong",),
 )
-NO_BARRIER = Race(
+NO_BARRIER = Unsteady(
     "decode doesn't wait for its reads: what is there when a layer is used depends on how fast they are",
     (),
     ("coverage_end",),
 )
-EARLY = Race(
+EARLY = Unsteady(
     "bytes of a planned early completion land while decode may already use its cells, or when its request is over",
     ("coverage", "wrong", "written", "outcome"),
 )
 
 
-def race_of(trial: Trial, seen: Seen) -> Race | None:
+def race_of(trial: Trial, seen: RunSeen) -> Unsteady | None:
     """Say why a result of prompt transfers may differ from run to run; None if it can't."""
     mode = trial.setup.scenario.mode
     if mode == "write" and any(batch.error and not batch.planned for rank in seen.ranks for batch in rank.batches):
@@ -57,7 +57,7 @@ def race_of(trial: Trial, seen: Seen) -> Race | None:
     return None
 
 
-def _overwritten(trial: Trial, seen: Seen) -> bool:
+def _overwritten(trial: Trial, seen: RunSeen) -> bool:
     """Whether two prefill ranks that hold different heads wrote the same bytes of a decode rank."""
     writes: list[tuple[str, int, int, range]] = []
     for rank in seen.ranks:

@@ -36,7 +36,7 @@ class Restart:
     fault: EventFault
 
 
-class RankFaults:
+class ProcessFaults:
     """What is planned for ranks. `late` maps a rank to the seconds by which it is late; `restarts` are for the driver."""
 
     def __init__(self, trial: Trial, book: SharedInjector) -> None:

@@ -11,7 +11,7 @@ from kvcover.sim.results.record import Record
 
 
 @dataclass(frozen=True, slots=True)
-class Raised:
+class Escaped:
     """An exception that left a call on the connector, or ended one of its threads.
 
     `misfit` is the harness's own line that failed, if no line of the connector was running: then it can't drive this vLLM.
@@ -50,11 +50,11 @@ class StepReport:
     finished_recving: set[str] = field(default_factory=set)
     failed_recving: set[str] = field(default_factory=set)
     invalid_blocks: set[int] = field(default_factory=set)
-    raised: Raised | None = None
+    raised: Escaped | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class Post:
     """One post to MoRI: when (monotonic ns), read or write, with which rank, for which request and layer (-1: nobody's).
 
     `error` is empty when all of it was moved. `planned`: a fault of the scenario failed it, or kept its completion.
@@ -79,7 +79,7 @@ class RankReport:
 
     name: str
     notices: tuple[tuple[int, dict[str, Any]], ...] = ()
-    batches: tuple[Batch, ...] = ()
+    batches: tuple[Post, ...] = ()
     wrote_to: dict[str, tuple[tuple[int, int], ...]] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
     bound: tuple[tuple[int, int], ...] = ()
@@ -91,12 +91,12 @@ class RankReport:
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class RunSeen:
     """One run: what came of it, what each rank reported, and every exception."""
 
     record: Record
     ranks: tuple[RankReport, ...]
-    raised: tuple[Raised, ...]
+    raised: tuple[Escaped, ...]
     stalled: tuple[str, ...]
     """Ranks that never came up, or never came back from a step."""
     seconds: float

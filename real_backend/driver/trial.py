@@ -11,15 +11,16 @@ import msgspec
 
 from kvcover.faults import KINDS, EventFault, Fault, Injector
 from kvcover.sim.scenario.dispatch import Params
+from kvcover.sim.scenario.endpoint import Endpoint
 from kvcover.sim.scenario.scenario import Scenario, Timers
-from kvcover.sim.scenario.setup import Endpoint, Setup, resolve
+from kvcover.sim.scenario.setup import Setup, resolve
 
 Role = Literal["prefill", "decode"]
 """Which of the two engines."""
 ROLES: tuple[Role, Role] = ("prefill", "decode")
 EngineKey = tuple[Role, int]
 """One DP rank of one engine."""
-Tables = tuple[tuple[int, ...], ...]
+BlockTables = tuple[tuple[int, ...], ...]
 """A request's blocks by block table; 0 is vLLM's null block, for what has left a window."""
 
 
@@ -75,7 +76,7 @@ class Trial:
     """
 
     setup: Setup
-    tables: tuple[Mapping[Role, Tables], ...]
+    tables: tuple[Mapping[Role, BlockTables], ...]
     limits: Limits
     legs: tuple[RouterLegs, ...] = ()
     keys: Injector = field(default_factory=lambda: Injector(()))
@@ -130,5 +131,7 @@ class Trial:
         return "fp32" if all(self.endpoint(each).shape.kv_dtype == own for each in ROLES) else own
 
 
-def _for_ranks(scenario: Scenario, tables: tuple[Mapping[Role, Tables], ...], limits: Limits, delay_s: float, book: Path) -> Trial:
+def _for_ranks(
+    scenario: Scenario, tables: tuple[Mapping[Role, BlockTables], ...], limits: Limits, delay_s: float, book: Path
+) -> Trial:
     return Trial(resolve(scenario), tables, limits, completion_delay_s=delay_s, book=book)

@@ -7,17 +7,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from kvcover.real_backend.driver.engine import Engine, Tracked
+from kvcover.real_backend.driver.engine import EngineLoop, Tracked
 from kvcover.real_backend.driver.journal import Journal
 from kvcover.real_backend.driver.processes import Child
-from kvcover.real_backend.driver.reports import Raised, RankReport, Seen
+from kvcover.real_backend.driver.reports import Escaped, RankReport, RunSeen
 from kvcover.real_backend.driver.trial import ROLES, EngineKey, Trial
 from kvcover.sim.cache.ledger import Count
-from kvcover.sim.kernel.events import ASTRAY, Dial, Failed, FaultFired, Listener, Message, Stray, Stuck
+from kvcover.sim.kernel.events import ASTRAY, Dial, Failed, FaultActed, Listener, Message, Stray, Stuck
 from kvcover.sim.kernel.history import History, Row
 from kvcover.sim.results.record import Course, EngineEnd, Record
 from kvcover.sim.scenario.dispatch import Params
-from kvcover.sim.scenario.setup import Request
+from kvcover.sim.scenario.endpoint import Request
 
 KILLED = "killed by a planned fault"
 """The last step of a rank that can't be asked any more."""
@@ -36,7 +36,7 @@ class Evidence:
     """What is left of a run when nothing moves any more: its engines' books and its ranks, still alive."""
 
     trial: Trial
-    engines: Mapping[EngineKey, Engine]
+    engines: Mapping[EngineKey, EngineLoop]
     ranks: Mapping[EngineKey, list[Child]]
     transfer_ids: Sequence[set[str]]
     """By request, every id under which its control messages may go, as `repr` writes it: a key fault makes it anything."""
@@ -48,7 +48,7 @@ class Evidence:
     """What ranks had seen when a planned fault ended their first life."""
 
 
-def conclude(evidence: Evidence, seconds: float, event_faults: tuple[int, ...]) -> Seen:
+def conclude(evidence: Evidence, seconds: float, event_faults: tuple[int, ...]) -> RunSeen:
     """Look into every rank, and put together what the run left behind. `event_faults` counts what each of them did."""
     trial = evidence.trial
     children = [child for ranks in evidence.ranks.values() for child in ranks]
@@ -56,7 +56,7 @@ def conclude(evidence: Evidence, seconds: float, event_faults: tuple[int, ...]) 
     for name, before in evidence.past.items():
         now = reports[name]
         reports[name] = replace(now, notices=before.notices + now.notices, batches=before.batches + now.batches)
-    nothing: list[Raised] = []
+    nothing: list[Escaped] = []
     of_threads = [raised for child in children for raised in _ask(child, nothing, "raised")]
     stray = {child.name: _ask(child, 0, "stray") for child in children}
     at_end = {request.index: _at_end(evidence, request) for request in trial.setup.requests}
@@ -67,11 +67,14 @@ def conclude(evidence: Evidence, seconds: float, event_faults: tuple[int, ...]) 
     engines = evidence.engines.values()
     stalled = tuple(name for engine in engines for name in engine.stalled)
     rows += [(last, "stuck", name, "", -1, -1, Stuck(True, reports[name].last_step)) for name in stalled]
+    courses = tuple(_course(evidence, request, reports, at_end[request.index]) for request in trial.setup.requests)
+    if not all(course.ended for course in courses):
+        rows += [(last, "stands", rank.name, "", -1, -1, Stuck(True, rank.last_step)) for rank in reports.values()]
     record = Record(
         tier="connector",
         setup=trial.as_timed(),
         history=_history(rows),
-        courses=tuple(_course(evidence, request, reports, at_end[request.index]) for request in trial.setup.requests),
+        courses=courses,
         engines=tuple(_engine_end(evidence, key) for key in evidence.engines),
         legs=evidence.legs,
         fired=tuple(keys + events for keys, events in zip(trial.keys.fired, event_faults, strict=True)),
@@ -79,10 +82,10 @@ def conclude(evidence: Evidence, seconds: float, event_faults: tuple[int, ...]) 
         observed=OBSERVED,
     )
     raised = [raised for engine in engines for raised in engine.raised]
-    return Seen(record, tuple(reports.values()), (*raised, *of_threads), stalled, seconds)
+    return RunSeen(record, tuple(reports.values()), (*raised, *of_threads), stalled, seconds)
 
 
-def not_started(trial: Trial, raised: list[Raised], missing: list[str], seconds: float, event_faults: tuple[int, ...]) -> Seen:
+def not_started(trial: Trial, raised: list[Escaped], missing: list[str], seconds: float, event_faults: tuple[int, ...]) -> RunSeen:
     """What is left of engines that never came up: an exception, or ranks that wait for ever."""
     setup = trial.setup
     rows: list[Row] = [(0, "crashed", each.rank, "", -1, -1, each.as_event()) for each in raised]
@@ -107,7 +110,7 @@ def not_started(trial: Trial, raised: list[Raised], missing: list[str], seconds:
         stray=None,
         observed=OBSERVED,
     )
-    return Seen(record, (), tuple(raised), tuple(missing), seconds)
+    return RunSeen(record, (), tuple(raised), tuple(missing), seconds)
 
 
 def _ask(child: Child, otherwise: Any, method: str, *arguments: Any) -> Any:
@@ -118,11 +121,11 @@ def _ask(child: Child, otherwise: Any, method: str, *arguments: Any) -> Any:
 
 
 def _history(rows: list[Row]) -> History:
-    """All rows in order of time, which starts with the first of them."""
+    """All rows in order of time, which starts with the first leg: ports are bound before it."""
     history = History()
     rows.sort(key=lambda row: row[0])
-    first = rows[0][0] if rows else 0
-    history.rows = [(row[0] - first, *row[1:]) for row in rows]
+    start = next((row[0] for row in rows if row[1] == "leg_sent"), rows[0][0] if rows else 0)
+    history.rows = [(max(0, row[0] - start), *row[1:]) for row in rows]
     return history
 
 
@@ -146,7 +149,7 @@ def _rank_rows(evidence: Evidence, reports: Mapping[str, RankReport], at_end: Ma
             if owner[:1] != rank.name[:1]:
                 yield at, "dialled" if owner else "dial_dead", rank.name, owner, -1, -1, Dial(port)
         for at, fault, point, receiver, request, layer in rank.acted:
-            yield at, "fault_fired", rank.name, receiver, request, layer, FaultFired(fault, point)
+            yield at, "fault_fired", rank.name, receiver, request, layer, FaultActed(fault, point)
         for at, notice in rank.notices:
             if (row := _notice_row(evidence, rank.name, at, notice)) is not None:
                 yield row
@@ -250,12 +253,12 @@ def _course(evidence: Evidence, request: Request, reports: Mapping[str, RankRepo
     )
 
 
-def _is_lost(engine: Engine) -> bool:
+def _is_lost(engine: EngineLoop) -> bool:
     """Whether it died. vLLM's executor gives up on ranks in processes of their own after 300 s; one rank alone is waited for."""
     return bool(engine.raised) or (bool(engine.stalled) and len(engine.ranks) > 1)
 
 
-def _tracked(engine: Engine, index: int) -> Tracked:
+def _tracked(engine: EngineLoop, index: int) -> Tracked:
     """Return what an engine knows of a request; nothing if its leg never came."""
     found = [request for request in engine.tracked.values() if request.index == index]
     return found[0] if found else Tracked(index, "")

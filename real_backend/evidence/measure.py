@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from kvcover.real_backend.driver.harness import Harness
-from kvcover.real_backend.driver.race import NO_BARRIER, OVERWRITTEN, Race
+from kvcover.real_backend.driver.race import NO_BARRIER, OVERWRITTEN, Unsteady
 from kvcover.real_backend.evidence.observe import Observed, observe, tree_at
 from kvcover.real_backend.evidence.plan import Planned, planned
 from kvcover.sim.releases.records import PUBLISHED
@@ -35,7 +35,7 @@ _ALWAYS = ("coverage", "wrong", "told", "written", "prefill_told", "prefill_rele
 _FIELDS = ("coverage", "wrong", "covered_plus_wrong", "coverage_end", *_ALWAYS[2:])
 _REQUEST = ("prefill_dp", "decode_dp", "prefill_blocks", "decode_blocks", "external_zero", "generate_ns")
 _ENGINE = ("block_size", "layout", "order", "kv_dtype", "hybrid_kv", "lookahead_tokens")
-Row = dict[str, Any]
+MeasuredRow = dict[str, Any]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 merge(options.out, [row])
 
 
-def _measure(harness: Harness, tree: Path, what: Planned, date: str, show: bool) -> Row:
+def _measure(harness: Harness, tree: Path, what: Planned, date: str, show: bool) -> MeasuredRow:
     trees = (tree_at(tree, what.scenario.release),) * 2
 
     def run(completion_delay_s: float = 0.0) -> Observed:
@@ -90,7 +90,7 @@ def _measure(harness: Harness, tree: Path, what: Planned, date: str, show: bool)
     return row
 
 
-def _quantities(result: Result) -> Row:
+def _quantities(result: Result) -> MeasuredRow:
     """What a row may state of a run; numbers are by decode rank that has a request."""
     ranks = [rank for rank in result.by_rank if rank.coverage is not None]
     return {
@@ -106,7 +106,7 @@ def _quantities(result: Result) -> Row:
     }
 
 
-def _row(what: Planned, results: Sequence[Result], race: Race | None, date: str) -> Row:
+def _row(what: Planned, results: Sequence[Result], race: Unsteady | None, date: str) -> MeasuredRow:
     """State what all repeats agree on, but for what the race decides."""
     first, *others = map(_quantities, results)
     stated = [*_ALWAYS, *(race.instead if race else ())]
@@ -131,10 +131,10 @@ def _never_right(runs: Sequence[Result]) -> bool:
     return same and bool(runs[0].stray) and not runs[0].coverage
 
 
-def _inputs(scenario: Scenario) -> Row:
+def _inputs(scenario: Scenario) -> MeasuredRow:
     """A scenario as rows tell it: what all of them have in common is left out."""
 
-    def engine(side: Side) -> Row:
+    def engine(side: Side) -> MeasuredRow:
         return {"tp": side.tp, "dp": side.dp} | _unusual(side, _ENGINE)
 
     assert isinstance(scenario.requests, tuple)
@@ -154,13 +154,13 @@ def _inputs(scenario: Scenario) -> Row:
     }
 
 
-def _unusual(part: Side | RequestSpec, names: Sequence[str]) -> Row:
+def _unusual(part: Side | RequestSpec, names: Sequence[str]) -> MeasuredRow:
     """Those fields that are not as usual, in this order."""
-    given: Row = msgspec.to_builtins(part)
+    given: MeasuredRow = msgspec.to_builtins(part)
     return {name: given[name] for name in names if name in given}
 
 
-def merge(path: Path, rows: Sequence[Row]) -> None:
+def merge(path: Path, rows: Sequence[MeasuredRow]) -> None:
     """Put `rows` into the file in place of those with the same id, in the order of the plan."""
     known = {row["id"]: row for row in tomllib.loads(path.read_text())["row"]} if path.exists() else {}
     known |= {row["id"]: row for row in rows}

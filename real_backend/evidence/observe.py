@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from kvcover.real_backend.driver.harness import Harness
-from kvcover.real_backend.driver.race import Race, race_of
-from kvcover.real_backend.driver.reports import Seen
+from kvcover.real_backend.driver.race import Unsteady, race_of
+from kvcover.real_backend.driver.reports import RunSeen
 from kvcover.real_backend.machine.trees import Tree
 from kvcover.real_backend.tiers.report import to_result
 from kvcover.real_backend.tiers.translate import to_trial
@@ -19,9 +19,9 @@ from kvcover.sim.scenario.scenario import Scenario
 class Observed:
     """What the processes saw, what comes of that, and why another run may differ."""
 
-    seen: Seen
+    seen: RunSeen
     result: Result
-    race: Race | None
+    race: Unsteady | None
 
 
 def observe(harness: Harness, scenario: Scenario, trees: tuple[Tree, Tree], completion_delay_s: float = 0.0) -> Observed:

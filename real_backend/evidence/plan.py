@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvcover.sim.releases.records import get_release
+from kvcover.sim.scenario.endpoint import Endpoint
 from kvcover.sim.scenario.routers import get_router
 from kvcover.sim.scenario.scenario import Mode, Scenario, build
-from kvcover.sim.scenario.setup import Endpoint, resolve
+from kvcover.sim.scenario.setup import resolve
 
 BLOCK_SIZE = 16
 

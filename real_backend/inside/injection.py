@@ -16,10 +16,12 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
+
 from kvcover.faults import EventFault
 from kvcover.real_backend.driver.book import SharedInjector
 from kvcover.real_backend.driver.processes import Ports
-from kvcover.real_backend.driver.reports import Batch
+from kvcover.real_backend.driver.reports import Post
 from kvcover.real_backend.driver.trial import Role, Trial
 
 NOTICE_KINDS = ("drop-notice", "duplicate-notice", "delay-notice", "reorder-notice", "poison-notice", "misroute-notice",
@@ -36,10 +38,10 @@ _Lists = tuple[list[int], list[int], list[int]]
 
 
 class Injection:
-    """The faults of one process. `bound` are its ports, `dialled` the handshake ports it went to, in order."""
+    """The faults of one process of a DP rank. `bound` are its ports, `dialled` the handshake ports it went to, in order."""
 
-    def __init__(self, trial: Trial, role: Role, name: str, ports: dict[Role, Ports]) -> None:
-        self.trial, self.role, self.name, self.ports = trial, role, name, ports
+    def __init__(self, trial: Trial, role: Role, dp: int, name: str, ports: dict[Role, Ports]) -> None:
+        self.trial, self.role, self.dp, self.name, self.ports = trial, role, dp, name, ports
         self.bound: list[tuple[int, int]] = []
         self.dialled: list[tuple[int, int]] = []
         self.spoilt: dict[tuple[str, str, int], tuple[int, str]] = {}
@@ -81,16 +83,16 @@ class Injection:
         self.acted += [(time.monotonic_ns(), str(fault), point, receiver, request, layer) for fault in faults]
         return faults
 
-    def failed(self) -> list[Batch]:
+    def failed(self) -> list[Post]:
         """Which batches a fault failed, or left without a completion; not those that were posted again with success."""
         return [
             self.batch(at, kind, peer, address, text, planned=True) for (kind, peer, address), (at, text) in self.spoilt.items()
         ]
 
-    def batch(self, at_ns: int, kind: str, peer: str, address: int, error: str, *, planned: bool = False) -> Batch:
+    def batch(self, at_ns: int, kind: str, peer: str, address: int, error: str, *, planned: bool = False) -> Post:
         """A post from an address in this rank's caches, which tells its layer and request."""
         layer, request = self.cell_of(address)
-        return Batch(at_ns, kind, peer, request, layer, error, planned)
+        return Post(at_ns, kind, peer, request, layer, error, planned)
 
     def peer_of(self, engine_key: str) -> str:
         """The rank of the other engine that registers under such a key: role:host:port:tp<r>:dp<d>."""
@@ -128,13 +130,15 @@ class Injection:
 
     def cell_of(self, address: int) -> tuple[int, int]:
         """Layer and request of an address in this rank's cache, -1 where it is nobody's."""
-        num_blocks = self.trial.endpoint(self.role).shape.num_blocks
+        endpoint = self.trial.endpoint(self.role)
         for layer, (start, length) in enumerate(self.layers):
             if start <= address < start + length:
-                kind = self.trial.setup.geometry.at(layer)
-                plane = length if kind.state else length // kind.planes
-                block = (address - start) % plane // (plane // num_blocks)
-                mine = (i for i in range(len(self.trial.tables)) if block and block in self.trial.blocks(self.role, i))
+                group = endpoint.groups[endpoint.places[layer][0]]
+                shape = group.shape
+                unit = shape.unit_at(np.array([(address - start) * shape.units // length]))
+                block = int(unit[0]) // shape.block_units % shape.num_blocks
+                here = (each.index for each in self.trial.setup.requests if getattr(each, f"{self.role}_dp") == self.dp)
+                mine = (index for index in here if block and block in self.trial.tables[index][self.role][group.table])
                 return layer, next(mine, -1)
         return -1, -1
 

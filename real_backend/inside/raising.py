@@ -7,10 +7,10 @@ import re
 import traceback
 from types import ModuleType
 
-from kvcover.real_backend.driver.reports import Raised
+from kvcover.real_backend.driver.reports import Escaped
 
 
-def raised_by(name: str, error: BaseException) -> Raised:
+def raised_by(name: str, error: BaseException) -> Escaped:
     """Say which call on the connector let an exception out: the outermost frame in the connector's module.
 
     When the clean-up after one call raised again, the first exception is the one to tell.
@@ -20,7 +20,7 @@ def raised_by(name: str, error: BaseException) -> Raised:
         first = first.__context__
     call = _connector_call(first)
     misfit = where_it_failed(first) if not call and isinstance(first, _MISFITS) else ""
-    return Raised(name, call or "outside the connector", type(first).__name__, str(first), misfit, what_is_broken(first))
+    return Escaped(name, call or "outside the connector", type(first).__name__, str(first), misfit, what_is_broken(first))
 
 
 _MISFITS = (AttributeError, TypeError, ImportError, NameError)

@@ -15,7 +15,7 @@ from typing import Any
 
 from kvcover.real_backend.driver.processes import Ports
 from kvcover.real_backend.driver.reports import StepReport
-from kvcover.real_backend.driver.trial import Role, Tables, Trial
+from kvcover.real_backend.driver.trial import BlockTables, Role, Trial
 from kvcover.real_backend.inside.injection import Injection
 from kvcover.real_backend.inside.raising import raised_by
 from kvcover.real_backend.inside.vllm_setup import EngineConfig, connector_class, connector_role, refuse_states
@@ -55,7 +55,7 @@ class Reconciled:
 class _Blocks:
     """A request's block tables, as the connector sees them."""
 
-    def __init__(self, tables: Tables) -> None:
+    def __init__(self, tables: BlockTables) -> None:
         self._tables = tables
 
     def get_block_ids(self) -> tuple[list[int], ...]:
@@ -70,17 +70,17 @@ class SchedulerSide:
         self._endpoint = trial.endpoint(config.role)
         self._kv_cache = config.kv_cache
         name = self._endpoint.letter + (str(config.dp_rank) if self._endpoint.dp > 1 else "")
-        self._injection = Injection(trial, config.role, name, ports)
+        self._injection = Injection(trial, config.role, config.dp_rank, name, ports)
         self._injection.wrap_sockets()
         refuse_states(trial, config)
         self._connector = connector_class()(config.vllm, connector_role("SCHEDULER"), config.kv_cache)
         self._requests: dict[str, Any] = {}
-        self._blocks: dict[str, Tables] = {}
+        self._blocks: dict[str, BlockTables] = {}
         self._sync_loads: set[str] = set()
         utils = importlib.import_module("vllm.distributed.kv_transfer.kv_connector.utils")
         self._aggregator = utils.KVOutputAggregator(self._endpoint.tp)
 
-    def admit(self, request_id: str, leg: Params, blocks: Tables, tokens: int, external_zero: bool) -> Admission:
+    def admit(self, request_id: str, leg: Params, blocks: BlockTables, tokens: int, external_zero: bool) -> Admission:
         """Show a new request to the connector, in the order of vLLM's scheduler: admission, match, allocation.
 
         `external_zero`: the scheduler then takes nothing from outside, as newer ones do for requests that must not read

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from kvcover.real_backend.driver.processes import Ports
-from kvcover.real_backend.driver.reports import Batch, Forward, Raised, RankReport, StepReport
+from kvcover.real_backend.driver.reports import Escaped, Forward, Post, RankReport, StepReport
 from kvcover.real_backend.driver.trial import Role, Trial
 from kvcover.real_backend.inside.cells import TAG_BYTES, Cells, LayerView, cells_of
 from kvcover.real_backend.inside.injection import Injection
@@ -57,7 +57,7 @@ class Worker:
         self._tp_rank = tp_rank
         self.name = self._endpoint.rank_name(config.dp_rank, tp_rank)
         self._cells = cells_of(trial, config.role, tp_rank)
-        self._injection = Injection(trial, config.role, self.name, ports)
+        self._injection = Injection(trial, config.role, config.dp_rank, self.name, ports)
         self._watch = _Watch(self.name, self._injection)
         self._used: dict[int, list[LayerView]] = defaultdict(list)
         self._steps = 0
@@ -163,7 +163,7 @@ class Worker:
         inside = [f"{frame.name} ({Path(frame.filename).name}:{frame.lineno})" for frame in frames if "vllm" in frame.filename]
         return f"{self._doing}, in {inside[-1]}" if inside else self._doing
 
-    def raised(self) -> list[Raised]:
+    def raised(self) -> list[Escaped]:
         """Return exceptions that ended a thread of this process so far."""
         return list(self._watch.thread_errors)
 
@@ -240,7 +240,7 @@ class _Watch:
         self._injection = injection
         self._notices: list[tuple[int, dict[str, Any]]] = []
         self._warnings: list[str] = []
-        self.thread_errors: list[Raised] = []
+        self.thread_errors: list[Escaped] = []
         handler = _Collector(self._warnings, self._logged)
         logger = logging.getLogger("vllm")
         logger.handlers = [handler]
@@ -261,7 +261,7 @@ class _Watch:
 
     def report(self) -> RankReport:
         wrote: dict[str, tuple[tuple[int, int], ...]] = defaultdict(tuple)
-        batches: list[Batch] = []
+        batches: list[Post] = []
         for post in list(importlib.import_module("mori.io").IOEngine.posted):
             error = "" if post.status.Succeeded() else str(post.status.Message() or "not complete")
             peer = self._injection.peer_of(post.remote_engine)
@@ -282,12 +282,12 @@ class _Watch:
     def _thread_died(self, args: threading.ExceptHookArgs) -> None:
         thread = args.thread.name if args.thread else "thread"
         broken = "" if args.exc_value is None else what_is_broken(args.exc_value)
-        self.thread_errors.append(Raised(self._name, thread, args.exc_type.__name__, str(args.exc_value), broken=broken))
+        self.thread_errors.append(Escaped(self._name, thread, args.exc_type.__name__, str(args.exc_value), broken=broken))
 
     def _logged(self, where: str, error: BaseException) -> None:
         """Keep an error that the connector caught and only logged if it says that the code or the machine is broken."""
         if broken := what_is_broken(error):
-            self.thread_errors.append(Raised(self._name, where, type(error).__name__, str(error), broken=broken))
+            self.thread_errors.append(Escaped(self._name, where, type(error).__name__, str(error), broken=broken))
 
 
 class _Collector(logging.Handler):

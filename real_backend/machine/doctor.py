@@ -37,7 +37,7 @@ _MORI_OF = dict.fromkeys(("0.24", "0.25", "0.26", "0.27", "0.28", "0.29", "0.30"
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class Look:
     """One thing that was looked at. `tiers` can't run without it."""
 
     name: str
@@ -68,55 +68,55 @@ class Place:
         return _HARDWARE if self.transport == "rdma" else ()
 
 
-def examine(place: Place) -> list[Line]:
+def examine(place: Place) -> list[Look]:
     """Look at everything, in the order of the tiers. Never raises: what can't be found out is unknown."""
-    lines: list[Line] = []
+    lines: list[Look] = []
     for check in CHECKS:
         try:
             lines += check(place)
         except Exception as error:
             name = check.__name__.strip("_").replace("_", " ")
-            lines.append(Line(name, "unknown", f"the check failed: {type(error).__name__}: {error}", "report this"))
+            lines.append(Look(name, "unknown", f"the check failed: {type(error).__name__}: {error}", "report this"))
     return lines
 
 
-def lacking(lines: list[Line], tier: str) -> list[Line]:
+def lacking(lines: list[Look], tier: str) -> list[Look]:
     """Return what keeps a tier from running: all that it needs and that isn't known to be there."""
     return [line for line in lines if tier in line.tiers and line.state != "ok"]
 
 
-def _system(place: Place) -> Iterator[Line]:
+def _system(place: Place) -> Iterator[Look]:
     needed = (*_LOOPBACK, *_HARDWARE)
     if sys.platform == "linux":
-        yield Line("system", "ok", f"Linux, Python {sys.version.split()[0]}", tiers=needed)
+        yield Look("system", "ok", f"Linux, Python {sys.version.split()[0]}", tiers=needed)
     else:
-        yield Line("system", "missing", f"{sys.platform} can only run the model", "use Linux", needed)
+        yield Look("system", "missing", f"{sys.platform} can only run the model", "use Linux", needed)
 
 
-def _connector_extra(place: Place) -> Iterator[Line]:
+def _connector_extra(place: Place) -> Iterator[Look]:
     try:
         wanted = [text for text in metadata.requires("kvcover") or () if re.search(r"extra == ['\"]connector['\"]", text)]
     except metadata.PackageNotFoundError:
-        yield Line("connector extra", "unknown", "kvcover is not installed", "pip install -e '.[connector]'", _LOOPBACK)
+        yield Look("connector extra", "unknown", "kvcover is not installed", "pip install -e '.[connector]'", _LOOPBACK)
         return
     names = [match.group() for match in (re.match(r"[\w.-]+", text) for text in wanted) if match]
     missing = [name for name in names if _version(name) is None]
     if missing:
         shown = ", ".join(missing[:6]) + (f" and {len(missing) - 6} more" if len(missing) > 6 else "")
-        yield Line("connector extra", "missing", f"no {shown}", "pip install 'kvcover[connector]'", _LOOPBACK)
+        yield Look("connector extra", "missing", f"no {shown}", "pip install 'kvcover[connector]'", _LOOPBACK)
     else:
-        yield Line("connector extra", "ok", f"{len(names)} packages, torch {_version('torch')}", tiers=_LOOPBACK)
+        yield Look("connector extra", "ok", f"{len(names)} packages, torch {_version('torch')}", tiers=_LOOPBACK)
 
 
-def _trees(place: Place) -> Iterator[Line]:
+def _trees(place: Place) -> Iterator[Look]:
     found = trees()
     if found:
-        yield Line("vLLM trees", "ok", ", ".join(tree.name for tree in found), tiers=("connector",))
+        yield Look("vLLM trees", "ok", ", ".join(tree.name for tree in found), tiers=("connector",))
     else:
-        yield Line("vLLM trees", "missing", f"none in {cache()}", f"kvcover vllm add {NEWEST}", ("connector",))
+        yield Look("vLLM trees", "missing", f"none in {cache()}", f"kvcover vllm add {NEWEST}", ("connector",))
 
 
-def _memory_of_peers(place: Place) -> Iterator[Line]:
+def _memory_of_peers(place: Place) -> Iterator[Look]:
     """Read this process's own memory as the loopback reads its peers': only a seccomp filter can forbid that."""
     try:
         libc = ctypes.CDLL(None, use_errno=True)
@@ -126,49 +126,49 @@ def _memory_of_peers(place: Place) -> Iterator[Line]:
     except AttributeError:
         copied = -1
     if copied == 8 and here.raw == b"loopback":
-        yield Line("process_vm_readv", "ok", "allowed", tiers=_LOOPBACK)
+        yield Look("process_vm_readv", "ok", "allowed", tiers=_LOOPBACK)
     else:
         how = "docker run --cap-add SYS_PTRACE, or a seccomp profile that allows it"
-        yield Line("process_vm_readv", "missing", os.strerror(ctypes.get_errno()), how, _LOOPBACK)
+        yield Look("process_vm_readv", "missing", os.strerror(ctypes.get_errno()), how, _LOOPBACK)
 
 
-def _yama(place: Place) -> Iterator[Line]:
+def _yama(place: Place) -> Iterator[Look]:
     scope = place.read("proc/sys/kernel/yama/ptrace_scope")
     if scope in (None, "0"):
-        yield Line("ptrace scope", "ok", "processes of one user may reach each other's memory", tiers=_LOOPBACK)
+        yield Look("ptrace scope", "ok", "processes of one user may reach each other's memory", tiers=_LOOPBACK)
     elif scope == "1":
-        yield Line("ptrace scope", "ok", "1: the loopback lets its peers in by prctl", tiers=_LOOPBACK)
+        yield Look("ptrace scope", "ok", "1: the loopback lets its peers in by prctl", tiers=_LOOPBACK)
     elif scope == "2" and os.geteuid() == 0:
-        yield Line("ptrace scope", "ok", "2, and this is root", tiers=_LOOPBACK)
+        yield Look("ptrace scope", "ok", "2, and this is root", tiers=_LOOPBACK)
     elif scope in ("2", "3"):
         how = "sysctl kernel.yama.ptrace_scope=1" if scope == "2" else "reboot with kernel.yama.ptrace_scope=1"
-        yield Line("ptrace scope", "missing", f"{scope}: the loopback can't move bytes between processes", how, _LOOPBACK)
+        yield Look("ptrace scope", "missing", f"{scope}: the loopback can't move bytes between processes", how, _LOOPBACK)
     else:
-        yield Line("ptrace scope", "unknown", f"{scope!r} in kernel.yama.ptrace_scope", "set it to 0 or 1", _LOOPBACK)
+        yield Look("ptrace scope", "unknown", f"{scope!r} in kernel.yama.ptrace_scope", "set it to 0 or 1", _LOOPBACK)
 
 
-def _ports(place: Place) -> Iterator[Line]:
+def _ports(place: Place) -> Iterator[Look]:
     from kvcover.real_backend.driver.processes import reserve_ports
 
     try:
         with reserve_ports() as (prefill, _):
-            yield Line("ports", "ok", f"128 free in a row from {prefill.handshake}", tiers=_LOOPBACK)
+            yield Look("ports", "ok", f"128 free in a row from {prefill.handshake}", tiers=_LOOPBACK)
     except OSError as error:
-        yield Line("ports", "missing", str(error), "end what listens on 10000-30000 of 127.0.0.1", _LOOPBACK)
+        yield Look("ports", "missing", str(error), "end what listens on 10000-30000 of 127.0.0.1", _LOOPBACK)
 
 
-def _rocm(place: Place) -> Iterator[Line]:
+def _rocm(place: Place) -> Iterator[Look]:
     for base in ("opt/rocm", *(str(path.relative_to(place.root)) for path in sorted(place.root.glob("opt/rocm-*")))):
         version = place.read(f"{base}/.info/version")
         if version:
             good = version.split(".")[0].isdecimal() and int(version.split(".")[0]) >= 7
             how = "" if good else "amd-mori's wheels need ROCm 7"
-            yield Line("ROCm", "ok" if good else "missing", f"{version} in /{base}", how, _HARDWARE)
+            yield Look("ROCm", "ok" if good else "missing", f"{version} in /{base}", how, _HARDWARE)
             return
-    yield Line("ROCm", "missing", "no /opt/rocm", "use vLLM's ROCm image (vllm/vllm-openai-rocm)", _HARDWARE)
+    yield Look("ROCm", "missing", "no /opt/rocm", "use vLLM's ROCm image (vllm/vllm-openai-rocm)", _HARDWARE)
 
 
-def _gpu(place: Place) -> Iterator[Line]:
+def _gpu(place: Place) -> Iterator[Look]:
     found: dict[str, int] = {}
     for node in sorted(place.root.glob("sys/class/kfd/kfd/topology/nodes/*/properties")):
         match = re.search(r"^gfx_target_version (\d+)$", node.read_text(), re.MULTILINE)
@@ -179,14 +179,14 @@ def _gpu(place: Place) -> Iterator[Line]:
     device = place.root / "dev/kfd"
     if any(name in _ARCHITECTURES for name in found):
         if os.access(device, os.R_OK | os.W_OK):
-            yield Line("GPU", "ok", shown, tiers=_HARDWARE)
+            yield Look("GPU", "ok", shown, tiers=_HARDWARE)
         else:
             how = "docker run --device /dev/kfd --device /dev/dri --group-add video …"
-            yield Line("GPU", "missing", f"{shown}, but /dev/kfd can't be opened", how, _HARDWARE)
+            yield Look("GPU", "missing", f"{shown}, but /dev/kfd can't be opened", how, _HARDWARE)
     elif found:
-        yield Line("GPU", "missing", f"{shown}: not {' or '.join(_ARCHITECTURES)}", "use MI300, MI325, MI350 or MI355", _HARDWARE)
+        yield Look("GPU", "missing", f"{shown}: not {' or '.join(_ARCHITECTURES)}", "use MI300, MI325, MI350 or MI355", _HARDWARE)
     else:
-        yield Line("GPU", "missing", "no AMD GPU", "run it on an MI300-class machine", _HARDWARE)
+        yield Look("GPU", "missing", "no AMD GPU", "run it on an MI300-class machine", _HARDWARE)
 
 
 def _gfx(target: int) -> str:
@@ -194,38 +194,38 @@ def _gfx(target: int) -> str:
     return f"gfx{target // 10000}{target // 100 % 100:x}{target % 100:x}"
 
 
-def _torch_rocm(place: Place) -> Iterator[Line]:
+def _torch_rocm(place: Place) -> Iterator[Look]:
     spec = find_spec("torch")  # found, not imported
     source = Path(spec.origin).with_name("version.py") if spec and spec.origin else None
     hip = re.search(r"^hip\b[^=]*=\s*'([^']+)'", source.read_text(), re.MULTILINE) if source and source.exists() else None
     if hip:
-        yield Line("torch for ROCm", "ok", f"{_version('torch')}, HIP {hip.group(1)}", tiers=_HARDWARE)
+        yield Look("torch for ROCm", "ok", f"{_version('torch')}, HIP {hip.group(1)}", tiers=_HARDWARE)
     else:
         what = f"torch {_version('torch')} is not built for ROCm" if source else "no torch"
-        yield Line("torch for ROCm", "missing", what, "use vLLM's ROCm image, and install nothing over it", _HARDWARE)
+        yield Look("torch for ROCm", "missing", what, "use vLLM's ROCm image, and install nothing over it", _HARDWARE)
 
 
-def _mori(place: Place) -> Iterator[Line]:
+def _mori(place: Place) -> Iterator[Look]:
     mori, vllm = _version("amd-mori") or _version("amd_mori"), _version("vllm")
     if vllm is None:
-        yield Line("vLLM", "missing", "not installed", "use vLLM's ROCm image (vllm/vllm-openai-rocm)", _HARDWARE)
+        yield Look("vLLM", "missing", "not installed", "use vLLM's ROCm image (vllm/vllm-openai-rocm)", _HARDWARE)
     else:
-        yield Line("vLLM", "ok", vllm, tiers=_HARDWARE)
+        yield Look("vLLM", "ok", vllm, tiers=_HARDWARE)
     wanted = _MORI_OF.get(".".join((vllm or "").split(".")[:2]))
     if mori is None:
         how = f"pip install amd-mori=={wanted}" if wanted else "pip install amd-mori (CPython 3.10 or 3.12)"
         if find_spec("mori") is not None:
-            yield Line("mori", "unknown", "there is a mori without package metadata: which version?", how, _HARDWARE)
+            yield Look("mori", "unknown", "there is a mori without package metadata: which version?", how, _HARDWARE)
         else:
-            yield Line("mori", "missing", "no amd-mori", how, _HARDWARE)
+            yield Look("mori", "missing", "no amd-mori", how, _HARDWARE)
     elif wanted and _numbers(mori) < _numbers(wanted):
-        yield Line("mori", "missing", f"{mori}, vLLM {vllm} is made with {wanted}", f"pip install amd-mori=={wanted}", _HARDWARE)
+        yield Look("mori", "missing", f"{mori}, vLLM {vllm} is made with {wanted}", f"pip install amd-mori=={wanted}", _HARDWARE)
     else:
         made_with = f"vLLM {vllm} is made with {wanted}" if wanted else "no record of what this vLLM is made with"
-        yield Line("mori", "ok", f"{mori}; {made_with}", tiers=_HARDWARE)
+        yield Look("mori", "ok", f"{mori}; {made_with}", tiers=_HARDWARE)
 
 
-def _rdma(place: Place) -> Iterator[Line]:
+def _rdma(place: Place) -> Iterator[Look]:
     links, up = [], False
     for port in sorted(place.root.glob("sys/class/infiniband/*/ports/*")):
         state = (place.read(str(port.relative_to(place.root) / "state")) or "?").split(": ")[-1]
@@ -233,9 +233,9 @@ def _rdma(place: Place) -> Iterator[Line]:
         links.append(f"{port.parts[-3]}/{port.name} {state} {rate}")
         up |= state == "ACTIVE"
     if up:
-        yield Line("RDMA", "ok", "; ".join(links), tiers=place.nic)
+        yield Look("RDMA", "ok", "; ".join(links), tiers=place.nic)
     elif links:
-        yield Line(
+        yield Look(
             "RDMA",
             "missing",
             f"no link is up: {'; '.join(links)}",
@@ -244,19 +244,19 @@ def _rdma(place: Place) -> Iterator[Line]:
         )
     else:
         how = "docker run --device /dev/infiniband, the NIC's userspace library; on one host --transport xgmi"
-        yield Line("RDMA", "missing", "nothing in /sys/class/infiniband", how, place.nic)
+        yield Look("RDMA", "missing", "nothing in /sys/class/infiniband", how, place.nic)
 
 
-def _memlock(place: Place) -> Iterator[Line]:
+def _memlock(place: Place) -> Iterator[Look]:
     limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if limit == resource.RLIM_INFINITY:
-        yield Line("memlock", "ok", "unlimited", tiers=place.nic)
+        yield Look("memlock", "ok", "unlimited", tiers=place.nic)
     else:
         how = "ulimit -l unlimited, or docker run --ulimit memlock=-1"
-        yield Line("memlock", "missing", f"{limit // 1024} KiB: RDMA can't pin a KV cache", how, place.nic)
+        yield Look("memlock", "missing", f"{limit // 1024} KiB: RDMA can't pin a KV cache", how, place.nic)
 
 
-def _peer(place: Place) -> Iterator[Line]:
+def _peer(place: Place) -> Iterator[Look]:
     if place.peer is None:
         return
     host, port = parse_peer(place.peer)
@@ -264,10 +264,10 @@ def _peer(place: Place) -> Iterator[Line]:
     try:
         with socket.create_connection((host, port), timeout=_PEER_LIMIT_S):
             took = (time.monotonic() - started) * 1000
-        yield Line("peer", "ok", f"{place.peer} answers in {took:.1f} ms", tiers=(*_LOOPBACK, *_HARDWARE))
+        yield Look("peer", "ok", f"{place.peer} answers in {took:.1f} ms", tiers=(*_LOOPBACK, *_HARDWARE))
     except OSError as error:
         how = "start its listener there (`python -m http.server PORT` will do), open the firewall"
-        yield Line("peer", "missing", f"{place.peer}: {error.strerror or error}", how, (*_LOOPBACK, *_HARDWARE))
+        yield Look("peer", "missing", f"{place.peer}: {error.strerror or error}", how, (*_LOOPBACK, *_HARDWARE))
 
 
 def parse_peer(text: str) -> tuple[str, int]:
@@ -289,7 +289,7 @@ def _numbers(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in re.findall(r"\d+", version.split("+")[0]))
 
 
-CHECKS: tuple[Callable[[Place], Iterator[Line]], ...] = (
+CHECKS: tuple[Callable[[Place], Iterator[Look]], ...] = (
     _system,
     _connector_extra,
     _trees,

@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from kvcover.real_backend.driver.harness import Harness
-from kvcover.real_backend.driver.reports import Seen
+from kvcover.real_backend.driver.reports import RunSeen
 from kvcover.real_backend.driver.trial import Limits, Trial
 from kvcover.real_backend.machine.trees import Tree, check_machine, choose
 from kvcover.real_backend.tiers.declared import DRAWN, INJECTED, PINS, fit
@@ -128,7 +128,7 @@ def _run_group(
     progress.say(f"vLLM {group.trees[0].name}")
     pool = ThreadPoolExecutor(1 if alone else _WORKERS)
     try:
-        running: dict[Future[Seen], int] = {
+        running: dict[Future[RunSeen], int] = {
             pool.submit(_run_one, harness, trial, budget, load): index for index, trial in group.trials.items()
         }
         while running:
@@ -151,7 +151,7 @@ def _run_group(
     return results
 
 
-def _run_one(harness: Harness, trial: Trial, budget: _Budget, load: int) -> Seen:
+def _run_one(harness: Harness, trial: Trial, budget: _Budget, load: int) -> RunSeen:
     trial = replace(trial, limits=Limits.of(trial.setup, load))
     with budget.share(trial):
         try:

@@ -6,18 +6,19 @@ from dataclasses import asdict
 from typing import Any
 
 from kvcover.real_backend.driver.race import race_of
-from kvcover.real_backend.driver.reports import Seen
+from kvcover.real_backend.driver.reports import RunSeen
 from kvcover.real_backend.driver.trial import Trial
 from kvcover.real_backend.machine.trees import Tree
 from kvcover.sim.results.judge import judge
 from kvcover.sim.results.result import Result
+from kvcover.sim.results.story import story
 from kvcover.sim.simulate import replay_line
 
 _LOG_LINES = 40
 
 
 def to_result(
-    trial: Trial, seen: Seen, trees: tuple[Tree, Tree], infos: tuple[dict[str, Any], dict[str, Any]], vllm: str | None
+    trial: Trial, seen: RunSeen, trees: tuple[Tree, Tree], infos: tuple[dict[str, Any], dict[str, Any]], vllm: str | None
 ) -> Result:
     """What the judge makes of a run, and what ran."""
     setup = trial.setup
@@ -40,7 +41,7 @@ def _release(tree: Tree, info: dict[str, Any], name: str) -> str:
     return version if tree.kind != "working copy" else f"{version} ({tree.path.name if tree.path else 'installed'})"
 
 
-def _backend(trial: Trial, seen: Seen, infos: tuple[dict[str, Any], dict[str, Any]]) -> dict[str, Any]:
+def _backend(trial: Trial, seen: RunSeen, infos: tuple[dict[str, Any], dict[str, Any]]) -> dict[str, Any]:
     prefill, decode = ({key: value for key, value in info.items() if key != "head_axis"} for info in infos)
     race = race_of(trial, seen)
     return {
@@ -55,11 +56,12 @@ def _backend(trial: Trial, seen: Seen, infos: tuple[dict[str, Any], dict[str, An
             "recv_abort_timeout": round(trial.limits.read_abort_s, 3),
         },
         "race": asdict(race) if race else None,
+        "stories": [story(seen.record, request.index) for request in trial.setup.requests],
         "log_tail": _log(seen),
     }
 
 
-def _log(seen: Seen) -> list[str]:
+def _log(seen: RunSeen) -> list[str]:
     lines = [f"{each.rank} {each.call}: {each.kind}: {each.text}" for each in seen.raised]
     lines += [f"{rank.name}: {text}" for rank in seen.ranks for text in rank.warnings if "experimental" not in text]
     return lines[-_LOG_LINES:]

@@ -34,8 +34,8 @@ from kvcover.real_backend.driver.book import SharedInjector
 from kvcover.real_backend.driver.children import Children
 from kvcover.real_backend.driver.harness import drive
 from kvcover.real_backend.driver.processes import HOST, Child, Ports, ProcessDied, reserve_ports
-from kvcover.real_backend.driver.rank_faults import RankFaults
-from kvcover.real_backend.driver.reports import Seen
+from kvcover.real_backend.driver.rank_faults import ProcessFaults
+from kvcover.real_backend.driver.reports import RunSeen
 from kvcover.real_backend.driver.trial import ROLES, Limits, Role, Trial
 from kvcover.real_backend.inside import scheduler
 from kvcover.real_backend.inside.device_worker import DeviceWorker, prepare_device, suit
@@ -340,7 +340,7 @@ def _lead(
     try:
         _collect(trial, children, listener)
         started, book = time.monotonic(), SharedInjector(trial.setup.faults, work / "book")
-        seen = drive(trial, children, RankFaults(trial, book), book, _START_LIMIT_S, started)
+        seen = drive(trial, children, ProcessFaults(trial, book), book, _START_LIMIT_S, started)
         abouts = [meeting.hear(f"about/{rank}") for rank in range(meeting.size)]
         text = _result(options, trial, seen, abouts)
     except InputError as error:
@@ -378,7 +378,7 @@ def _collect(trial: Trial, children: Children, listener: Listener) -> None:
                 links[rank].pid = pid
 
 
-def _result(options: argparse.Namespace, trial: Trial, seen: Seen, abouts: list[dict[str, Any]]) -> str:
+def _result(options: argparse.Namespace, trial: Trial, seen: RunSeen, abouts: list[dict[str, Any]]) -> str:
     infos = (abouts[0], abouts[-1])
     release = trial.setup.scenario.release
     leader = choose(options.vllm or "installed", release, release)[0]

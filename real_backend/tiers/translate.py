@@ -11,13 +11,14 @@ import msgspec
 
 from kvcover.faults import Injector
 from kvcover.real_backend.driver.processes import HOST, MOST_RANKS
-from kvcover.real_backend.driver.trial import ROLES, Limits, Role, RouterLegs, Tables, Trial
+from kvcover.real_backend.driver.trial import ROLES, BlockTables, Limits, Role, RouterLegs, Trial
 from kvcover.real_backend.inside.cells import TAG_BYTES, numbering_of
 from kvcover.sim.errors import TierError
 from kvcover.sim.moriio.transfer import BlockPool
 from kvcover.sim.scenario.dispatch import Dispatch
+from kvcover.sim.scenario.endpoint import Request
 from kvcover.sim.scenario.scenario import Scenario
-from kvcover.sim.scenario.setup import Request, Setup, resolve
+from kvcover.sim.scenario.setup import Setup, resolve
 
 # Fields of a scenario that the harness acts on, by place; `seed` decides nothing where nothing is drawn.
 _KNOWN: dict[str, tuple[str, ...]] = {
@@ -90,9 +91,9 @@ def _check_engines(setup: Setup) -> None:
                             "use a head_dim that is a multiple of 4")  # fmt: skip
 
 
-def _tables(setup: Setup) -> tuple[dict[Role, Tables], ...]:
+def _tables(setup: Setup) -> tuple[dict[Role, BlockTables], ...]:
     """The blocks of all requests, which are there at once, on both engines."""
-    tables: tuple[dict[Role, Tables], ...] = tuple({} for _ in setup.requests)
+    tables: tuple[dict[Role, BlockTables], ...] = tuple({} for _ in setup.requests)
     for role, endpoint in zip(ROLES, (setup.prefill, setup.decode), strict=True):
         for dp in range(endpoint.dp):
             mine = [request for request in setup.requests if getattr(request, f"{role}_dp") == dp]

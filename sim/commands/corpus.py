@@ -12,7 +12,7 @@ from kvcover.sim.commands.options import check_output, tier_option, write_output
 if TYPE_CHECKING:
     from rich.text import Text
 
-    from kvcover.sim.search.corpus import Verdict
+    from kvcover.sim.search.corpus import Judged
 
 # Four letters, so that ten releases fit a line.
 _SHORT = {"ok": "ok", "refused": "refu", "recomputed": "reco", "failed": "fail", "degraded": "degr", "leak": "leak",
@@ -58,14 +58,14 @@ def command(names: tuple[str, ...], releases: tuple[str, ...], tier: str, as_jso
         sys.exit(1)
 
 
-def _mark(verdict: Verdict) -> str:
+def _mark(verdict: Judged) -> str:
     """`!` not as expected, `*` as expected and seen on the real connector too."""
     if verdict.problem:
         return "!"
     return "*" if verdict.case.expected.row else ""
 
 
-def _show_table(verdicts: list[Verdict]) -> None:
+def _show_table(verdicts: list[Judged]) -> None:
     """Reports and their variants down, releases across."""
     from rich.text import Text
 
@@ -76,7 +76,7 @@ def _show_table(verdicts: list[Verdict]) -> None:
     columns = [name for name in RELEASES if any(v.case.release == name for v in verdicts)]
     head = [".".join(name.split(".")[:2]).rjust(_CELL - 1) + " " for name in columns]
     out.print(Text((" " * _NAME + "".join(head)).rstrip(), style="bold"))
-    rows: dict[tuple[str, str], dict[str, Verdict]] = {}
+    rows: dict[tuple[str, str], dict[str, Judged]] = {}
     for verdict in verdicts:
         rows.setdefault((verdict.case.report.report, verdict.case.variant), {})[verdict.case.release] = verdict
     for (report, variant), row in rows.items():
@@ -90,7 +90,7 @@ def _show_table(verdicts: list[Verdict]) -> None:
     out.print(", ".join(f"{_SHORT[name]} {name}" for name in seen if _SHORT[name] != name))
 
 
-def _cell(verdict: Verdict | None) -> Text:
+def _cell(verdict: Judged | None) -> Text:
     from rich.text import Text
 
     from kvcover.sim.results.show import outcome_text
@@ -102,7 +102,7 @@ def _cell(verdict: Verdict | None) -> Text:
     return Text(" " * (_CELL - 1 - len(word))).append(word, style=style).append(_mark(verdict) or " ")
 
 
-def _show_reports(verdicts: list[Verdict]) -> None:
+def _show_reports(verdicts: list[Judged]) -> None:
     """Each report in full: what was seen, why, and what every release makes of it."""
     from rich.text import Text
 
@@ -110,7 +110,7 @@ def _show_reports(verdicts: list[Verdict]) -> None:
     from kvcover.sim.search.corpus import EVIDENCE, spans
 
     out, report, variant = console(), "", ""
-    groups: dict[tuple[str, str, str, str, str], list[Verdict]] = {}
+    groups: dict[tuple[str, str, str, str, str], list[Judged]] = {}
     for v in verdicts:
         key = (v.case.report.report, v.case.variant, v.result.outcome, fraction(v.result.coverage), v.problem or _mark(v))
         groups.setdefault(key, []).append(v)
@@ -128,7 +128,7 @@ def _show_reports(verdicts: list[Verdict]) -> None:
         out.print(hanging(f"    {spans(v.case.release for v in group)}: ", said))
 
 
-def _verdict(verdict: Verdict, problem: str) -> str:
+def _verdict(verdict: Judged, problem: str) -> str:
     from kvcover.sim.results.result import GOOD
 
     if verdict.problem:
@@ -137,7 +137,7 @@ def _verdict(verdict: Verdict, problem: str) -> str:
     return f"{kind} as expected" + (", on the real connector too" if verdict.case.expected.row else "")
 
 
-def _show_sum(verdicts: list[Verdict], left_out: int, tier: str) -> None:
+def _show_sum(verdicts: list[Judged], left_out: int, tier: str) -> None:
     from kvcover.sim.results.result import GOOD
     from kvcover.sim.results.show import console
 

@@ -24,7 +24,7 @@ from kvcover.sim.commands.options import (
 from kvcover.sim.errors import InputError, TierError, nearest
 
 if TYPE_CHECKING:
-    from kvcover.sim.search.explore import Exploration, Group, Job
+    from kvcover.sim.search.explore import Exploration, FailureGroup, Work
     from kvcover.sim.tiers import Tier
 
 _SHOWN_GROUPS = 20
@@ -71,7 +71,7 @@ def explore(**options: Any) -> None:
         sys.exit(1)
 
 
-def _run_jobs(jobs: Iterator[Job], total: int, options: dict[str, Any]) -> Exploration:
+def _run_jobs(jobs: Iterator[Work], total: int, options: dict[str, Any]) -> Exploration:
     """Run on the model, over processes or a cluster."""
     from kvcover.sim.search.explore import refuse_nonsense, run_jobs, shrink_groups
     from kvcover.sim.search.workers import executor
@@ -110,7 +110,7 @@ def _chosen(options: dict[str, Any]) -> Tier:
     return tier
 
 
-def _run_on_tier(tier: Tier, jobs: Iterator[Job], total: int, options: dict[str, Any]) -> Exploration:
+def _run_on_tier(tier: Tier, jobs: Iterator[Work], total: int, options: dict[str, Any]) -> Exploration:
     """Run on a real tier and on the model."""
     from kvcover.sim.search.explore_tier import drafts_of, explore_tier
 
@@ -137,7 +137,7 @@ def _pins(options: dict[str, Any], tier: Tier) -> dict[str, Any]:
     return pinned(tier, pins, options["vllm"])
 
 
-def _seed_jobs(options: dict[str, Any], tier: Tier) -> tuple[Iterator[Job], int]:
+def _seed_jobs(options: dict[str, Any], tier: Tier) -> tuple[Iterator[Work], int]:
     """The jobs of a swarm and how many runs they are; says first what will be drawn."""
     from kvcover.sim.search.explore import seed_jobs
     from kvcover.sim.search.swarm import Swarm, swarm_of
@@ -160,7 +160,7 @@ def _seed_jobs(options: dict[str, Any], tier: Tier) -> tuple[Iterator[Job], int]
     return seed_jobs(swarm, first, count), count
 
 
-def _grid_jobs(options: dict[str, Any], tier: Tier) -> tuple[Iterator[Job], int]:
+def _grid_jobs(options: dict[str, Any], tier: Tier) -> tuple[Iterator[Work], int]:
     """The jobs of a grid; how many runs they are is known only afterwards."""
     from kvcover.sim.search.explore import grid_jobs
     from kvcover.sim.search.explore_tier import pinned
@@ -245,7 +245,7 @@ def _report(summary: Exploration, tier: Tier, options: dict[str, Any]) -> None:
     click.echo(f"digest {summary.digest}{'' if tier.can.virtual_time else note}")
 
 
-def _show_group(group: Group, again: str) -> None:
+def _show_group(group: FailureGroup, again: str) -> None:
     found = group.signature
     kinds = ", ".join(found.kinds) or "no finding"
     shape = ", ".join(group.shape)
@@ -253,7 +253,7 @@ def _show_group(group: Group, again: str) -> None:
     click.echo(f"    {again}")
 
 
-def _as_json(summary: Exploration, groups: list[Group], paths: list[str], tier: Tier, vllm: str | None) -> str:
+def _as_json(summary: Exploration, groups: list[FailureGroup], paths: list[str], tier: Tier, vllm: str | None) -> str:
     import json
 
     import msgspec
@@ -280,7 +280,7 @@ def _make_folder(path: str) -> None:
         raise InputError("--out", f"can't make {path!r}: {error.strerror}", "name a folder that you may write to") from None
 
 
-def _write_examples(groups: list[Group], tier: Tier, options: dict[str, Any]) -> list[str]:
+def _write_examples(groups: list[FailureGroup], tier: Tier, options: dict[str, Any]) -> list[str]:
     """One file a group, named after its signature."""
     from kvcover.sim.search.explore_tier import failure_text
 

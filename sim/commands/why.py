@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from kvcover.sim.commands.options import causes_options, check_causes
 from kvcover.sim.errors import InputError
+
+if TYPE_CHECKING:
+    from kvcover.sim.results.result import Result
 
 
 @click.command("why")
@@ -20,8 +23,9 @@ from kvcover.sim.errors import InputError
 def command(result: str, request: int, causes: bool, budget: float | None) -> None:
     """Tell the story of one request, from the router to its outcome, with times.
 
-    RESULT is a file written by `kvcover run -o`, or - for standard input. The story is the model's: the scenario in the
-    result is run again, and must give the same history.
+    RESULT is a file written by `kvcover run -o`, or - for standard input. A result of a real tier tells what was seen in that
+    run, and whether the model plays the same scenario to the same end. One of the model is run again, and must give the same
+    history.
     """
     check_causes(causes, budget)
     data = _read(result)
@@ -38,17 +42,29 @@ def command(result: str, request: int, causes: bool, budget: float | None) -> No
         raise InputError("--request", f"there is no request {request}", f"use 0 to {len(setup.requests) - 1}")
     again, world = run_world(setup)
     if data.get("digest") is None:
-        click.echo(f"(the {data.get('tier')} tier keeps no times: this is how the model plays the same scenario)")
-    elif data.get("digest") != again.digest:
-        click.echo("kvcover: this version plays the scenario differently from the one that wrote the result", err=True)
-    for line in story(record_of(world), request):
-        click.echo(line)
+        _tell_real(result, data, request, again)
+    else:
+        if data.get("digest") != again.digest:
+            click.echo("kvcover: this version plays the scenario differently from the one that wrote the result", err=True)
+        for line in story(record_of(world), request):
+            click.echo(line)
     if causes:
         from kvcover.sim.results.show import show_findings
         from kvcover.sim.search.causes import explain
 
         show_findings(explain(setup.scenario, budget))
     sys.stdout.flush()
+
+
+def _tell_real(place: str, data: dict[str, Any], request: int, modelled: Result) -> None:
+    """What a real run kept of the request, and what the model makes of it."""
+    stories = (data.get("backend") or {}).get("stories")
+    if not isinstance(stories, list) or not all(isinstance(line, str) for lines in stories for line in lines):
+        raise InputError(place, "keeps no story of its run", "write it again with `kvcover run -o FILE`")
+    for line in stories[request]:
+        click.echo("".join(c if c.isprintable() else repr(c)[1:-1] for c in line))  # a file must not steer the terminal
+    seen, expected = data["by_request"][request], modelled.by_request[request]
+    click.echo(f"the model ends it as {expected}" + (", as seen" if seen == expected else f", and this run as {seen}"))
 
 
 def _read(path: str) -> dict[str, Any]:

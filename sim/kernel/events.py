@@ -60,6 +60,7 @@ KINDS: dict[str, str] = {
     "restarted": "an engine that died is back, with the same ports and new memory",
     "unreachable": "the router could not send a leg: the engine is down",
     "stuck": "a rank of a real run never came up, or never came back from a step",
+    "stands": "where a rank of a real run stood when nothing moved any more, and a request had not ended",
 }
 
 
@@ -76,7 +77,7 @@ class LegSent(Fields, frozen=True):
         return str(self.params)
 
 
-class FaultFired(Fields, frozen=True):
+class FaultActed(Fields, frozen=True):
     """Of `fault_fired`: the fault as people write it, and the point at which it acts."""
 
     fault: str
@@ -241,7 +242,7 @@ class Lost(Fields, frozen=True):
 
 
 class Stuck(Fields, frozen=True):
-    """Of `stuck`: whether the rank ever came up, and what it did last."""
+    """Of `stuck` and `stands`: whether the rank ever came up, and what it did last."""
 
     started: bool
     last_step: str

@@ -7,7 +7,7 @@ from typing import Any
 
 from kvcover.faults import EventFault, Injector
 from kvcover.sim.kernel.clock import MS, Clock
-from kvcover.sim.kernel.events import FaultFired, Listener, Message
+from kvcover.sim.kernel.events import FaultActed, Listener, Message
 from kvcover.sim.kernel.history import History
 
 Address = tuple[str, int]
@@ -106,7 +106,7 @@ class Network:
         receiver = owner.name if owner else ""
         copies, extra_ns, in_order = 1, 0, True
         for fault in self._injector.acting("notice", what, sender, receiver, request, now_ms=self.clock.now / MS):
-            self.history.add(self.clock.now, "fault_fired", sender, receiver, request, fields=FaultFired(str(fault), "notice"))
+            self.history.add(self.clock.now, "fault_fired", sender, receiver, request, fields=FaultActed(str(fault), "notice"))
             again_ns = round((fault.ms or 0.0) * MS)
             if fault.kind == "drop-notice":
                 copies = 0

@@ -18,7 +18,7 @@ from kvcover.sim.releases.ports import fold
 from kvcover.sim.releases.sizes import as_int
 from kvcover.sim.scenario.context import Context
 from kvcover.sim.scenario.dispatch import Params
-from kvcover.sim.scenario.setup import Endpoint
+from kvcover.sim.scenario.endpoint import Endpoint
 
 
 class Announcer:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from kvcover.faults import EventFault
 from kvcover.sim.kernel.clock import NEVER, ns
-from kvcover.sim.kernel.events import FaultFired
+from kvcover.sim.kernel.events import FaultActed
 from kvcover.sim.moriio.transfer import Transfer
 from kvcover.sim.scenario.context import Context
 
@@ -39,7 +39,7 @@ def transfer_effect(context: Context, op: str, sender: str, receiver: str, reque
     """What planned faults make of a batch that would land at `land` (ns)."""
     effect = TransferEffect(land, land)
     for fault in context.injector.acting("transfer", op, sender, receiver, request, layer, context.now_ms):
-        context.log("fault_fired", sender, receiver, request, layer, FaultFired(str(fault), "transfer"))
+        context.log("fault_fired", sender, receiver, request, layer, FaultActed(str(fault), "transfer"))
         later, error = land + ns(fault.ms), fault.status or "ERR_RDMA_OP"
         if fault.kind == "fail-transfer":
             effect = TransferEffect(None, land, error)

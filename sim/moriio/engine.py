@@ -14,7 +14,7 @@ from kvcover.sim.moriio.rank import Rank
 from kvcover.sim.moriio.transfer import BlockPool, Transfer
 from kvcover.sim.scenario.context import Context
 from kvcover.sim.scenario.dispatch import Params
-from kvcover.sim.scenario.setup import Endpoint, Request
+from kvcover.sim.scenario.endpoint import Endpoint, Request
 
 
 class Engine:

@@ -10,7 +10,8 @@ import msgspec
 from kvcover.sim.errors import PeerRefusal
 from kvcover.sim.moriio.transfer import Transfer
 from kvcover.sim.releases.sizes import as_int
-from kvcover.sim.scenario.setup import Endpoint, Setup
+from kvcover.sim.scenario.endpoint import Endpoint
+from kvcover.sim.scenario.setup import Setup
 
 _ADDRESS_KEYS = ("remote_host", "remote_handshake_port", "remote_notify_port")
 

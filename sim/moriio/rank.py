@@ -9,7 +9,7 @@ from kvcover.sim.cache.ledger import Copy
 from kvcover.sim.kernel.events import ASTRAY, Message, Stray
 from kvcover.sim.moriio.transfer import Transfer
 from kvcover.sim.scenario.context import Context
-from kvcover.sim.scenario.setup import Endpoint
+from kvcover.sim.scenario.endpoint import Endpoint
 
 Tables = list[list[int]]
 """Block ids by block table."""

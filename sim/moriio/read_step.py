@@ -16,7 +16,7 @@ from kvcover.sim.moriio.legs import Leg
 from kvcover.sim.moriio.reader import Landing, Source
 from kvcover.sim.moriio.transfer import Transfer
 from kvcover.sim.scenario.context import Context
-from kvcover.sim.scenario.setup import Endpoint
+from kvcover.sim.scenario.endpoint import Endpoint
 
 
 class LazyReads:

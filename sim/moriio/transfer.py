@@ -9,7 +9,8 @@ import numpy as np
 
 from kvcover.sim.cache.ledger import Codes, Count
 from kvcover.sim.cache.memory import Memory, Needs, needs_of
-from kvcover.sim.scenario.setup import Endpoint, Request, Setup
+from kvcover.sim.scenario.endpoint import Endpoint, Request
+from kvcover.sim.scenario.setup import Setup
 
 
 class BlockPool:

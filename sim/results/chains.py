@@ -6,7 +6,7 @@ policy of the release, a key of a leg, a planned fault. `kvcover.sim.search.caus
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal, NamedTuple
 
 import msgspec
@@ -15,7 +15,7 @@ from kvcover.sim.errors import PeerRefusal
 from kvcover.sim.releases.policies import FIELDS
 from kvcover.sim.releases.records import ConnectorRelease
 from kvcover.sim.results.result import Finding
-from kvcover.sim.scenario.setup import Endpoint
+from kvcover.sim.scenario.endpoint import Endpoint
 
 
 class Lever(NamedTuple):
@@ -110,3 +110,13 @@ def misread(
     except PeerRefusal:
         read = None
     return [] if type(read) is int and read == peer.tp else peer_tp_causes(me.release, params, leg, field, unknown)
+
+
+def span(names: Iterable[str]) -> str:
+    """`P1–P7` for a run of neighbours, else the names."""
+    listed = sorted(names, key=lambda name: (len(name), name))
+    heads = [name.rstrip("0123456789") for name in listed]
+    tails = [int(name[len(head) :] or -1) for name, head in zip(listed, heads, strict=True)]
+    if len(listed) > 2 and len(set(heads)) == 1 and tails == list(range(tails[0], tails[0] + len(tails))):
+        return f"{listed[0]}–{listed[-1]}"
+    return ", ".join(listed)

@@ -15,7 +15,7 @@ from kvcover.sim.kernel.history import Event, History, Row
 from kvcover.sim.results.order import races, sees
 from kvcover.sim.results.result import Check
 
-Verdict = tuple[bool | None, str]
+Answer = tuple[bool | None, str]
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,11 +41,11 @@ class Checker(msgspec.Struct, frozen=True):
     name: str
     statement: str
     taught_by: str
-    call: Callable[[History, Plan], Verdict]
+    call: Callable[[History, Plan], Answer]
     needs: tuple[str, ...] = ()  # what a tier must see, so that to see nothing wrong means that nothing was
 
 
-def coverage_at_go(history: History, plan: Plan) -> Verdict:
+def coverage_at_go(history: History, plan: Plan) -> Answer:
     """Whether decode used only cells that held what they should."""
     short = history.events("short")
     if short:
@@ -54,7 +54,7 @@ def coverage_at_go(history: History, plan: Plan) -> Verdict:
     return (True, "all cells were there") if history.events("go") else (None, "no request went")
 
 
-def no_stray_write(history: History, plan: Plan) -> Verdict:
+def no_stray_write(history: History, plan: Plan) -> Answer:
     """Whether every batch changed only cells of its own request."""
     strays = history.having(Stray, "stray")
     if strays:
@@ -63,14 +63,14 @@ def no_stray_write(history: History, plan: Plan) -> Verdict:
     return (True, "every batch stayed in its request") if moved else (None, "nothing moved")
 
 
-def every_request_ends(history: History, plan: Plan) -> Verdict:
+def every_request_ends(history: History, plan: Plan) -> Answer:
     """Whether every client has an answer, good or bad."""
     ended = {e.request for e in history.events("ended", "request_failed", "refused", "aborted", "forgotten", "lost")}
     open_ones = sorted(set(plan.needed) - ended)
     return (not open_ones, f"requests {open_ones} never ended" if open_ones else "all ended")
 
 
-def nothing_held(history: History, plan: Plan) -> Verdict:
+def nothing_held(history: History, plan: Plan) -> Answer:
     """Whether both engines gave back all blocks, and none only because a timer fired."""
     held: Counter[tuple[str, int]] = Counter()
     for event in history.events("allocated", "freed", "reaped", "restarted"):
@@ -87,7 +87,7 @@ def nothing_held(history: History, plan: Plan) -> Verdict:
     return (True, "all blocks are free again") if held else (None, "nothing was allocated")
 
 
-def told_is_written_is_needed(history: History, plan: Plan) -> Verdict:
+def told_is_written_is_needed(history: History, plan: Plan) -> Answer:
     """Whether for each request the decode ranks that need it are those written and those told."""
     written, told = _pairs(history.rows_of("wrote", "read"), 3), _pairs(history.rows_of("told"), 2)
     answered = {event.request for event in history.events("refused", "recompute", "request_failed", "aborted", "lost")}
@@ -101,7 +101,7 @@ def told_is_written_is_needed(history: History, plan: Plan) -> Verdict:
     return (True, "the same ranks") if set(plan.needed) - answered else (None, "no request was transferred")
 
 
-def completed_once(history: History, plan: Plan) -> Verdict:
+def completed_once(history: History, plan: Plan) -> Answer:
     """Whether no decode rank took one transfer for complete twice."""
     twice = [pair for pair, count in Counter(_pair_list(history.rows_of("told"), 2)).items() if count > 1]
     if twice:
@@ -109,7 +109,7 @@ def completed_once(history: History, plan: Plan) -> Verdict:
     return (True, "each at most once") if history.rows_of("told") else (None, "nothing was completed")
 
 
-def no_use_before_landing(history: History, plan: Plan) -> Verdict:
+def no_use_before_landing(history: History, plan: Plan) -> Answer:
     """Whether no bytes of a request landed in a layer after decode had used it (READ), or after go (WRITE)."""
     goes = {event.request: event.time_ns for event in history.events("go")}
     if not goes:
@@ -123,7 +123,7 @@ def no_use_before_landing(history: History, plan: Plan) -> Verdict:
     return True, "everything landed before it was used"
 
 
-def no_race(history: History, plan: Plan) -> Verdict:
+def no_race(history: History, plan: Plan) -> Answer:
     """Whether every use, free and reuse of blocks is ordered after the landings that it must not meet, whatever the times."""
     if not sees(plan):
         return None, "this tier does not see what orders events"
@@ -133,7 +133,7 @@ def no_race(history: History, plan: Plan) -> Verdict:
     return (True, "every use, free and reuse is ordered after what landed") if moved else (None, "nothing moved")
 
 
-def source_held(history: History, plan: Plan) -> Verdict:
+def source_held(history: History, plan: Plan) -> Answer:
     """Whether prefill kept its blocks until the last batch from them had landed."""
     freed = {e.request: e.time_ns for e in history.events("freed", "reaped") if e.actor.startswith("P")}
     if not freed:
@@ -144,7 +144,7 @@ def source_held(history: History, plan: Plan) -> Verdict:
     return True, "blocks were kept as long as they were read"
 
 
-def dialled_is_intended(history: History, plan: Plan) -> Verdict:
+def dialled_is_intended(history: History, plan: Plan) -> Answer:
     """Whether every handshake reached a rank that holds, or needs, what the dialler has."""
     dialled = [event for event in history.events("dialled") if event.actor in plan.intended]
     wrong = [event for event in dialled if event.peer not in plan.intended[event.actor]]
@@ -156,7 +156,7 @@ def dialled_is_intended(history: History, plan: Plan) -> Verdict:
     return (True, "every handshake reached its rank") if dialled else (None, "nobody dialled")
 
 
-def queues_bounded(history: History, plan: Plan) -> Verdict:
+def queues_bounded(history: History, plan: Plan) -> Answer:
     """Whether no message waits for ever in a socket to a port that nobody reads."""
     lost = history.having(Message, "undelivered")
     if lost:
@@ -165,7 +165,7 @@ def queues_bounded(history: History, plan: Plan) -> Verdict:
     return True, "every message was read"
 
 
-def engine_alive(history: History, plan: Plan) -> Verdict:
+def engine_alive(history: History, plan: Plan) -> Answer:
     """Whether no engine died and no listener ended."""
     died = history.events("crashed", "poisoned", "bind_failed", "stuck")
     return (not died, f"{died[0].actor}: {died[0].detail}" if died else "both engines live")

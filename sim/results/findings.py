@@ -4,32 +4,39 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
-from typing import Any
 
 from kvcover.faults import Fault, KeyFault
 from kvcover.sim.errors import nearest
-from kvcover.sim.kernel.events import Dial, Failed, FaultFired, Listener, Lost, Raised, Stuck
-from kvcover.sim.kernel.history import Event
-from kvcover.sim.results.chains import Cause, Found, fault_cause, key_cause, misread, policy_cause
-from kvcover.sim.results.outcome import intended_peers
+from kvcover.sim.kernel.events import Failed, Lost, Raised, Stuck
+from kvcover.sim.results.blame import (
+    MODEL_HEADS,
+    content_causes,
+    crash_causes,
+    failure_causes,
+    fired_at,
+    unannounced,
+    unreleased,
+    untold_causes,
+)
+from kvcover.sim.results.chains import Cause, Found, misread, policy_cause, span
+from kvcover.sim.results.handshakes import bind_failures, dead_dials, refused_maps, wrong_dials
 from kvcover.sim.results.record import Record
 from kvcover.sim.results.result import RankCoverage, Sets
-from kvcover.sim.scenario.setup import Endpoint
 
 
 def find(record: Record, ranks: list[RankCoverage], sets: Sets) -> list[Found]:
     """All findings of a finished run, the ones that explain most first."""
     findings = [_unfired(record, fault) for fault, fired in zip(record.setup.faults, record.fired, strict=True) if not fired]
     findings += [
-        *_bind_failures(record),
-        *_wrong_dials(record),
-        *_dead_dials(record),
-        *_refused_maps(record),
+        *bind_failures(record),
+        *wrong_dials(record),
+        *dead_dials(record),
+        *refused_maps(record),
         *_stale_sessions(record),
         *_broken(record),
         *_crashes(record),
         *_stuck(record),
+        *_standing(record),
         *_lost(record),
         *_task_failures(record),
         *_sealed_short(record),
@@ -57,136 +64,6 @@ def _unfired(record: Record, fault: Fault) -> Found:
         cause = f"in this {mode} run nothing happened that the fault aims at"
     text = f"{fault} changed nothing: the run proves nothing about it"
     return Found(kind="fault-not-fired", text=text, causes=[Cause(cause)])
-
-
-def span(names: Iterable[str]) -> str:
-    """`P1–P7` for a run of neighbours, else the names."""
-    listed = sorted(names, key=lambda name: (len(name), name))
-    heads = [name.rstrip("0123456789") for name in listed]
-    tails = [int(name[len(head) :] or -1) for name, head in zip(listed, heads, strict=True)]
-    if len(listed) > 2 and len(set(heads)) == 1 and tails == list(range(tails[0], tails[0] + len(tails))):
-        return f"{listed[0]}–{listed[-1]}"
-    return ", ".join(listed)
-
-
-def _leg(record: Record, side: str, request: int = 0) -> dict[str, Any]:
-    return record.legs.get((max(request, 0), side), {})
-
-
-def _initiator(record: Record) -> tuple[str, Endpoint, Endpoint]:
-    """Which leg and which engine decide where data goes, and to or from which: prefill's in WRITE, decode's in READ."""
-    if record.mode == "write":
-        return "prefill", record.setup.prefill, record.setup.decode
-    return "decode", record.setup.decode, record.setup.prefill
-
-
-def _wrong_dials(record: Record) -> list[Found]:
-    """Handshakes that reached another rank than the one whose cells are meant."""
-    side, me, peer = _initiator(record)
-    wrong: dict[str, list[tuple[str, str]]] = defaultdict(list)
-    requests: dict[str, int] = {}
-    all_meant: dict[str, bool] = {}
-    peers = record.ranks()
-    ports: dict[str, int] = {}
-    for event, dial in record.history.having(Dial, "dialled"):
-        (_, own_tp), (reached, reached_tp) = peers[event.actor], peers[event.peer]
-        intended = set(intended_peers(record.setup, own_tp))
-        meant_dp = reached.dp if dial.dp is None else dial.dp
-        if not intended or (reached.dp == meant_dp and reached_tp in intended):
-            continue
-        meant = span(peer.rank_name(meant_dp, tp) for tp in sorted(intended))
-        wrong[event.peer].append((event.actor, meant))
-        requests[event.peer] = event.request
-        all_meant[event.peer] = all_meant.get(event.peer, True) and dial.tp in intended
-        ports.setdefault(event.peer, dial.port)
-    findings = []
-    for reached_name, pairs in wrong.items():
-        actors = span(dict.fromkeys(actor for actor, _ in pairs))
-        meant = span(dict.fromkeys(meant for _, meant in pairs))
-        params = _leg(record, side, requests[reached_name])
-        elsewhere = peers[reached_name][0].me is not peer
-        shared = Cause("both engines have ports of one range on one host")
-        causes = [shared] if elsewhere else _dial_causes(me, peer, params, all_meant[reached_name])
-        findings.append(
-            Found(
-                kind="wrong-peer",
-                text=f"{actors} dialled port {ports[reached_name]}, bound by {reached_name}, not {meant}",
-                causes=causes,
-            )
-        )
-    return sorted(findings, key=lambda finding: finding.text)
-
-
-def _dial_causes(me: Endpoint, peer: Endpoint, params: Mapping[str, Any], meant: bool) -> list[Cause]:
-    """Why ranks dialled where they did: the map, unless they `meant` the right TP rank, the port's arithmetic, the sizes read."""
-    causes = [] if meant else [policy_cause(me.release, "write_map" if me.letter == "P" else "read_map")]
-    if meant and peer.dp > 1:
-        causes.append(policy_cause(me.release, "dial"))
-        if peer.tp > 1 and peer.release.ports == "dp_plus_tp":
-            causes.append(policy_cause(peer.release, "ports"))
-    if me.letter == "P":
-        causes += _dp_size_cause(me, peer, params)
-    return [*causes, *(misread(me, peer, params) if not meant or peer.dp > 1 else [])]
-
-
-def _dp_size_cause(me: Endpoint, peer: Endpoint, params: Mapping[str, Any]) -> list[Cause]:
-    """A DP size that is not the peer's, for which a rank dials too few ranks or too many."""
-    sent, leg = params.get("remote_dp_size", 1), "prefill" if me.letter == "P" else "decode"
-    return [] if sent == peer.dp else [key_cause("remote_dp_size", sent, leg, f"the peer has {peer.dp}")]
-
-
-def _dead_dials(record: Record) -> list[Found]:
-    dead = record.history.having(Dial, "dial_dead")
-    if not dead:
-        return []
-    side, me, peer = _initiator(record)
-    first = dead[0][0]
-    bound_later = {address.port for e, address in record.history.having(Listener, "bound") if e.time_ns > first.time_ns}
-    late = all(dial.port in bound_later for _, dial in dead)
-    ports = span(dict.fromkeys(f"port {dial.port}" for _, dial in dead))
-    effect = "which was bound only later; until then " if late else "which nobody bound; "
-    effect += "a rank that dials it can't write" if record.mode == "write" else "the whole step waits for it"
-    meant = all(dial.tp in intended_peers(record.setup, record.ranks()[event.actor][1]) for event, dial in dead)
-    causes = [] if late else _dial_causes(me, peer, _leg(record, side, first.request), meant)
-    return [
-        Found(
-            kind="dead-port",
-            text=f"{span(dict.fromkeys(e.actor for e, _ in dead))} dialled {ports}, {effect}",
-            causes=causes,
-        )
-    ]
-
-
-def _refused_maps(record: Record) -> list[Found]:
-    refused = record.history.events("map_refused")
-    if not refused:
-        return []
-    prefill, decode = record.setup.prefill, record.setup.decode
-    return [
-        Found(
-            kind="map-refused",
-            text=f"{span(dict.fromkeys(e.actor for e in refused))} can't map itself onto decode: {refused[0].detail}",
-            causes=misread(prefill, decode, _leg(record, "prefill", refused[0].request))
-            or [policy_cause(prefill.release, "write_map")],
-        )
-    ]
-
-
-def _bind_failures(record: Record) -> list[Found]:
-    findings = []
-    for event in record.history.events("bind_failed"):
-        release = (record.setup.prefill if event.actor[0] == "P" else record.setup.decode).release
-        stages = event.actor == event.peer
-        who = f"the second pipeline stage of {event.actor}" if stages else event.actor
-        other = "its first stage" if stages else event.peer
-        findings.append(
-            Found(
-                kind="port-taken",
-                text=f"{who} could not bind {event.detail}, which {other} has; its engine never starts",
-                causes=[policy_cause(release, "ports"), *([Cause("no release counts pipeline stages in it")] if stages else [])],
-            )
-        )
-    return findings
 
 
 def _broken(record: Record) -> list[Found]:
@@ -217,41 +94,29 @@ def _stuck(record: Record) -> list[Found]:
     ]
 
 
+def _standing(record: Record) -> list[Found]:
+    """Where the ranks of a real run stood when all timers had expired and a request had not ended."""
+    steps: dict[str, list[str]] = defaultdict(list)
+    for event, stands in record.history.having(Stuck, "stands"):
+        steps[stands.last_step].append(event.actor)
+    if not steps:
+        return []
+    setup, whose = record.setup, ", ".join(str(course.index) for course in record.courses if not course.ended)
+    timers = f"transfer {setup.transfer_timeout_ns / 1e9:g} s, defer {setup.defer_timeout_ns / 1e9:g} s"
+    return [
+        Found(
+            kind="hang",
+            text=f"request {whose} had not ended when all of the connector's timers ({timers}) had expired",
+            causes=[Cause(f"{span(who)}, last step: {step}") for step, who in steps.items()],
+        )
+    ]
+
+
 def _crashes(record: Record) -> list[Found]:
     findings = []
     for event, raised in record.history.having(Raised, "crashed"):
-        prefill, decode = record.setup.prefill, record.setup.decode
-        leg, me, peer = ("prefill", prefill, decode) if event.actor[0] == "P" else ("decode", decode, prefill)
-        causes = [fault_cause(raised.fault)] if raised.fault else _crash_causes(record, me, raised)
-        if raised.policy in _READS_SIZE and event.request >= 0:
-            causes += misread(
-                me, peer, _leg(record, leg, event.request), unknown=_UNKNOWN_SIZE.get(raised.policy, "unknown_tp_map")
-            )
-        causes = causes or _fired_at(record, "params")
-        findings.append(Found(kind="crash", text=f"{event.actor} died: {raised}", causes=causes))
+        findings.append(Found(kind="crash", text=f"{event.actor} died: {raised}", causes=crash_causes(record, event, raised)))
     return findings
-
-
-# What raises on the peer's TP size.
-_READS_SIZE = (
-    "peer_tp", "read_guard", "read_map", "write_map", "write_map_error", "unknown_tp_map", "unknown_tp_guard", "states",
-    "unknown_tp_states_read", "unknown_tp_states_write",
-)  # fmt: skip
-# What says there what a size that the leg does not give counts as, if it is not the rank map.
-_UNKNOWN_SIZE = {
-    "read_guard": "unknown_tp_guard",
-    "unknown_tp_states_read": "unknown_tp_states_read",
-    "unknown_tp_states_write": "unknown_tp_states_write",
-}
-
-
-def _crash_causes(record: Record, endpoint: Endpoint, raised: Raised) -> list[Cause]:
-    """The policy by which an error of the connector became the end of an engine."""
-    if raised.error == "TimeoutError":
-        return [Cause(f"executor_timeout_s = {endpoint.side.executor_timeout_s}: vLLM's executor gives up on a step that long")]
-    compared = raised.policy == "read_guard" and raised.error == "ValueError"  # blocks and contents, and not only TP sizes
-    unlike = _unlike_caches(record) if compared else []
-    return [*unlike, *([policy_cause(endpoint.release, raised.policy)] if raised.policy else [])]
 
 
 def _lost(record: Record) -> list[Found]:
@@ -304,49 +169,15 @@ def _sealed_short(record: Record) -> list[Found]:
     ]
 
 
-_MODEL_HEADS = Cause("the rank map counts the heads of the model as a whole, and some layers have others")
-
-
 def _wrong_content(record: Record, ranks: list[RankCoverage]) -> list[Found]:
     """Cells that hold something, and not what they should."""
     decode = record.setup.decode
     wrong = [decode.rank_name(r.dp, r.tp) for r in ranks if r.wrong]
     if not wrong or all(course.at_go is None for course in record.courses):
         return []
-    writers: dict[str, set[str]] = defaultdict(set)
-    for _, _, source, rank, _, _, _ in record.history.rows_of("wrote", "read"):
-        writers[rank].add(source)
-    causes = _unlike_caches(record)
-    if shared := [name for name in wrong if len(writers[name]) > 1]:
-        causes.append(Cause(f"several ranks moved into {span(shared)}; where they meet, the last one wins"))
-    if record.geometry.mixed and record.mode == "write":
-        causes.append(_MODEL_HEADS)
-    windows = record.mode == "read" and any(table.window for table in decode.tables)
-    unlike = len({_block_count(record, side) for side in ("prefill", "decode")}) > 1
-    if windows and unlike:
-        causes.append(policy_cause(decode.release, "windows"))
-    elif record.mode == "read" and (unlike or any(course.request.suffix_only for course in record.courses)):
-        causes.append(policy_cause(decode.release, "read_pairing"))
-    elif record.mode == "write" and not record.setup.prefill.shape.same_blocks(decode.shape):
-        causes.append(policy_cause(record.setup.prefill.release, "write_plan"))
-    return [Found(kind="wrong-content", text=f"{span(wrong)} used cells that hold something else", causes=causes)]
-
-
-def _unlike_caches(record: Record) -> list[Cause]:
-    """In what the caches of the two sides differ; few releases compare them."""
-    here, there = record.setup.prefill.shape, record.setup.decode.shape
-    alike = here.memory == there.memory
-    pairs = [
-        ("blocks hold", f"{here.block_size} tokens", f"{there.block_size} tokens"),
-        ("KV is", here.kv_dtype, there.kv_dtype),
-        *([] if alike else [("caches are", f"{here.layout} {here.order}", f"{there.layout} {there.order}")]),
+    return [
+        Found(kind="wrong-content", text=f"{span(wrong)} used cells that hold something else", causes=content_causes(record, wrong))
     ]
-    return [Cause(f"prefill's {what} {mine}, decode's {theirs}") for what, mine, theirs in pairs if mine != theirs]
-
-
-def _block_count(record: Record, side: str) -> int:
-    endpoint = record.setup.prefill if side == "prefill" else record.setup.decode
-    return endpoint.rows(record.setup.requests[0].prompt_tokens)[0][1]
 
 
 def _task_failures(record: Record) -> list[Found]:
@@ -355,7 +186,7 @@ def _task_failures(record: Record) -> list[Found]:
     for event in record.history.events("task_failed", "transfer_failed"):
         if event.actor not in grouped[event.detail]:
             grouped[event.detail].append(event.actor)
-        causes[event.detail] = _failure_causes(record, event)
+        causes[event.detail] = failure_causes(record, event)
     effect = "its blocks stay as they were"
     if record.mode == "write":
         effect = "the rank reports the transfer finished and tells decode nothing"
@@ -363,44 +194,6 @@ def _task_failures(record: Record) -> list[Found]:
         Found(kind="transfer-failed", text=f"{span(actors)}: {detail}; {effect}", causes=causes[detail])
         for detail, actors in grouped.items()
     ]
-
-
-def _failure_causes(record: Record, event: Event) -> list[Cause]:
-    """Why a batch failed: a planned fault, a peer that is gone, a queue without room, or addresses that don't fit."""
-    side, me, peer = _initiator(record)
-    fields = event.fields
-    causes: list[Cause] = []
-    assert isinstance(fields, Failed | Raised)
-    if isinstance(fields, Failed) and fields.source == "planned":
-        causes = _fired_at(record, "transfer")
-    elif isinstance(fields, Failed) and fields.source == "queue":
-        waits = record.mode == "read"
-        causes = [policy_cause(me.release, "sq_retry") if waits else Cause(_QUEUE.format(record.setup.scenario.rdma))]
-    elif isinstance(fields, Raised) and fields.error == "KeyError":  # no session to a DP rank that it never dialled
-        causes = _dp_size_cause(me, peer, _leg(record, side, event.request)) or _fired_at(record, "params")
-    elif isinstance(fields, Raised) or fields.source == "bounds":
-        field = (fields.policy or "write_pairing") if isinstance(fields, Raised) else "write_plan"
-        mixed = [_MODEL_HEADS] if record.geometry.mixed and record.mode == "write" else []
-        named = (
-            [policy_cause(me.release, field)] if record.mode == "write" or (isinstance(fields, Raised) and fields.policy) else []
-        )
-        unknown = _UNKNOWN_SIZE.get(field, "unknown_tp_map")
-        sizes = misread(me, peer, _leg(record, side, event.request), unknown=unknown)
-        causes = [*_unlike_caches(record), *named, *mixed, *sizes]
-    if record.mode == "read" and me.release.read_failure == "garbage":
-        causes.append(policy_cause(me.release, "read_failure"))
-    return causes
-
-
-_QUEUE = (
-    "a send queue of {0.sq_depth} work requests on {0.queue_pairs} queue pairs has no room for the batch, and WRITE does not wait"
-)
-
-
-def _fired_at(record: Record, *points: str) -> list[Cause]:
-    """Planned faults that fired at some points; at all without."""
-    fired = [fired for _, fired in record.history.having(FaultFired, "fault_fired") if not points or fired.point in points]
-    return [fault_cause(fault) for fault in dict.fromkeys(fault.fault for fault in fired)]
 
 
 def _untold_prefill(record: Record, sets: Sets) -> list[Found]:
@@ -416,47 +209,16 @@ def _untold_prefill(record: Record, sets: Sets) -> list[Found]:
         return []
     if record.mode == "write":
         text = f"{span(missing)} never learned decode's blocks"
-        return [Found(kind="prefill-not-told", text=text, causes=_unannounced(record, missing))]
+        return [Found(kind="prefill-not-told", text=text, causes=unannounced(record, missing))]
     if any(course.at_go is None for course in record.courses):
         return []
     return [
         Found(
             kind="prefill-not-released",
             text=f"{span(missing)} never got a release, so prefill holds the blocks until its timer",
-            causes=_unreleased(decode, prefill, _leg(record, "decode")) + _fired_at(record, "params"),
+            causes=unreleased(decode, prefill, record.leg("decode")) + fired_at(record, "params"),
         )
     ]
-
-
-def _unreleased(decode: Endpoint, prefill: Endpoint, params: Mapping[str, Any]) -> list[Cause]:
-    """Why decode's releases went elsewhere: the ranks that it means, the port, or the size that both hang on."""
-    release = decode.release
-    ported = prefill.dp > 1 and release.release_port == "tp"
-    wide = [] if prefill.tp == decode.tp else [policy_cause(release, "release_to")]
-    sized = release.release_to == "holders" or (release.release_port != "tp" and prefill.dp > 1)
-    return [*([policy_cause(release, "release_port")] if ported else wide), *(misread(decode, prefill, params) if sized else [])]
-
-
-def _unannounced(record: Record, missing: list[str]) -> list[Cause]:
-    """Why decode's announcement did not come: nobody made it, it was lost, or it went elsewhere."""
-    prefill, decode = record.setup.prefill, record.setup.decode
-    of = {dp: name for dp in range(prefill.dp) for tp in range(prefill.tp) if (name := prefill.rank_name(dp, tp)) in missing}
-    mine = [course for course in record.courses if course.prefill_dp in of and not course.aborted]
-    sent = {event.request for event in record.history.events("blocks_ready_sent")}
-    if faults := _fired_at(record, "notice", "router", "rank"):
-        return faults
-    if silent := [course for course in mine if course.index not in sent]:
-        gated = any(course.admitted and not course.request.external_zero for course in silent)
-        return [policy_cause(decode.release, "blocks_ready_gate")] if gated and decode.release.blocks_ready_gate != "none" else []
-    if keys := _fired_at(record, "params"):
-        return keys
-    for course in mine:
-        dp = _leg(record, "decode", course.index).get("remote_dp_rank", 0)
-        if dp != course.prefill_dp:
-            return [key_cause("remote_dp_rank", dp, "decode", f"prefill's leg went to {course.prefill_dp}")]
-    leg = _leg(record, "decode", mine[0].index if mine else 0)
-    width = misread(decode, prefill, leg, "blocks_ready_width", "blocks_ready_width")
-    return list(dict.fromkeys([policy_cause(decode.release, "blocks_ready_width"), *width])) if width else []
 
 
 def _told_without_data(record: Record, ranks: list[RankCoverage], sets: Sets) -> list[Found]:
@@ -464,14 +226,16 @@ def _told_without_data(record: Record, ranks: list[RankCoverage], sets: Sets) ->
     empty = [decode.rank_name(r.dp, r.tp) for r in ranks if r.told and r.coverage is not None and r.coverage < 1]
     if not empty or record.mode == "read":
         return []
-    release, unwritten = record.setup.prefill.release, set(empty) - set(sets.written)
+    prefill, release = record.setup.prefill, record.setup.prefill.release
+    elsewhere = prefill.tp != decode.tp or bool(misread(prefill, decode, record.leg("prefill")))
+    unmeant = release.write_done_to == "own_rank" and elsewhere and not set(empty) <= set(sets.written)
     return [
         Found(
             kind="told-without-data",
             text=f"{span(empty)} {'was' if len(empty) == 1 else 'were'} told done with cells missing or wrong",
             causes=[
-                *([_MODEL_HEADS] if record.geometry.mixed else []),
-                *([policy_cause(release, "write_done_to")] if release.write_done_to == "own_rank" and unwritten else []),
+                *([MODEL_HEADS] if record.geometry.mixed else []),
+                *([policy_cause(release, "write_done_to")] if unmeant else []),
                 Cause("nothing checks who was written before saying done"),
             ],
         )
@@ -486,27 +250,8 @@ def _never_told(record: Record, ranks: list[RankCoverage], sets: Sets) -> list[F
     untold = [decode.rank_name(r.dp, r.tp) for r in ranks if r.dp in waiting and not r.told]
     if not untold:
         return []
-    causes = _untold_causes(record, sets, untold)
+    causes = untold_causes(record, sets, untold)
     return [Found(kind="never-told", text=f"{span(untold)} never heard that the blocks are complete", causes=causes)]
-
-
-def _untold_causes(record: Record, sets: Sets, untold: list[str]) -> list[Cause]:
-    """Why decode ranks wait: the message was lost, prefill gave up in silence, or nobody means them."""
-    prefill, decode = record.setup.prefill, record.setup.decode
-    heard = set(sets.prefill_told or ()) >= {
-        prefill.rank_name(c.prefill_dp, tp) for c in record.courses for tp in range(prefill.tp)
-    }
-    causes = [cause for cause in _fired_at(record, "notice") if not (heard and ":remote_blocks" in cause.text)][:1]
-    if record.history.events("expired") and prefill.release.expiry == "silent":
-        causes.append(policy_cause(prefill.release, "expiry"))
-    failed = record.history.events("task_failed", "transfer_failed")
-    if not (causes or failed) and record.history.events("write_done_sent") and not set(untold) <= set(sets.written):
-        params = _leg(record, "prefill")
-        unmapped = [policy_cause(prefill.release, "write_map")] if prefill.tp != decode.tp else []
-        causes += misread(prefill, decode, params) or _dp_size_cause(prefill, decode, params) or unmapped
-    if decode.release.decode_timer == "none" and not any(engine.crashed for engine in record.side("D")):
-        causes.append(policy_cause(decode.release, "decode_timer"))
-    return causes
 
 
 def _put_off(record: Record) -> list[Found]:
@@ -536,7 +281,7 @@ def _used_early(record: Record, ranks: list[RankCoverage]) -> list[Found]:
         Found(
             kind="used-before-landing",
             text=f"{span(short)} used layers before their reads landed (the last landed {after_ns} ns after go)",
-            causes=[cause for cause in _fired_at(record, "transfer") if cause.text.startswith("early-completion")]
+            causes=[cause for cause in fired_at(record, "transfer") if cause.text.startswith("early-completion")]
             or [policy_cause(decode.release, "read_barrier")],
         )
     ]
@@ -581,7 +326,7 @@ def _request_failures(record: Record) -> list[Found]:
     requests: dict[str, set[int]] = defaultdict(set)
     for event in record.history.events("request_failed"):
         requests[event.detail].add(event.request)
-    causes = _fired_at(record)
+    causes = fired_at(record)
     return [
         Found(kind="request-failed", text=f"request {', '.join(map(str, sorted(failed)))} failed: {why}", causes=causes)
         for why, failed in requests.items()
@@ -599,7 +344,7 @@ def _held(record: Record, explained: bool) -> list[Found]:
         held_s = record.setup.defer_timeout_ns / 1e9
         findings.append(
             Found(kind="held-until-timer", text=f"{text}: prefill's blocks were held for {held_s:g} s",
-                  causes=[] if explained else _fired_at(record))
+                  causes=[] if explained else fired_at(record))
         )  # fmt: skip
     for engine in record.side("D"):
         if not engine.crashed and (kept := [index for index in engine.held if record.courses[index].ended]):

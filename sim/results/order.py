@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
-from kvcover.sim.kernel.events import Counted, FaultFired
+from kvcover.sim.kernel.events import Counted, FaultActed
 from kvcover.sim.kernel.history import History, Row
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ class _Run:
         self.flows: dict[Flow, Row] = {(row[2], row[3], row[4]): row for row in self.rows}
         self.unproven = {
             (event.actor, event.peer, event.request)
-            for event, fired in (history.having(FaultFired, "fault_fired") if self.rows else ())
+            for event, fired in (history.having(FaultActed, "fault_fired") if self.rows else ())
             if fired.fault.startswith(_UNPROVEN)
         }
         seen = _SEEN[plan.mode] - {moved}
@@ -145,6 +145,8 @@ class _Run:
                         yield _race("use", missing, row, go[1])
                 elif (given := self.given_back.get(request)) is not None and (missing := self.reuse(flow, row, given)):
                     yield _race("reuse", missing, row, given[1])
+            if flow[0] not in self.plan.holders[request]:
+                continue  # it read the blocks of another engine
             if (freed := self.freed.get(request)) is not None and (missing := self.free(flow, row, freed)):
                 yield _race("free", missing, row, freed[1])
 

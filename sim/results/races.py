@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from kvcover.sim.releases.policies import FIELDS
-from kvcover.sim.results.chains import Cause, Found, Lever, policy_cause
+from kvcover.sim.results.chains import Cause, Found, Lever, policy_cause, span
 from kvcover.sim.results.checkers import Plan
-from kvcover.sim.results.findings import span
 from kvcover.sim.results.order import MISSING, Missing, Race, What, races
 from kvcover.sim.results.record import Record
 
@@ -16,14 +14,15 @@ _WORDS: dict[What, str] = {
     "free": "prefill frees blocks of request {whose} that {pairs} moved: {missing}",
     "reuse": "decode gives back blocks of request {whose} that {pairs} moved, for others to take: {missing}",
 }
-# What is decided by which policy of which side, and the policy that would order it.
-_EDGE: dict[tuple[str, What, Missing], tuple[str, str, str]] = {
-    ("read", "use", "barrier"): ("decode", "read_barrier", "step"),
-    ("read", "free", "queue"): ("decode", "read_done", "all_layers"),
-    ("read", "free", "count"): ("prefill", "acks", "fan_in"),
-    ("write", "use", "count"): ("decode", "completion", "all_writers"),
-    ("write", "free", "wait"): ("prefill", "write_wait", "all_statuses"),
-    ("write", "reuse", "wait"): ("prefill", "write_wait", "all_statuses"),
+# The policies that decide an edge, each with its side and with what it must be for the edge to be there.
+_EDGES: dict[tuple[str, What, Missing], tuple[tuple[str, str, str], ...]] = {
+    ("read", "use", "barrier"): (("decode", "read_barrier", "step"),),
+    ("read", "free", "queue"): (("decode", "read_done", "all_layers"),),
+    ("read", "free", "count"): (("prefill", "acks", "fan_in"), ("decode", "release_acks", "decode_size")),
+    ("read", "reuse", "wait"): (("decode", "external_zero_read", "nothing"),),
+    ("write", "use", "count"): (("decode", "completion", "all_writers"), ("prefill", "write_done_to", "targets")),
+    ("write", "free", "wait"): (("prefill", "write_wait", "all_statuses"),),
+    ("write", "reuse", "wait"): (("prefill", "write_wait", "all_statuses"),),
 }
 
 
@@ -41,12 +40,13 @@ def _finding(record: Record, found: list[Race]) -> Found:
     whose = ", ".join(map(str, sorted({race.request for race in found})))
     text = _WORDS[first.what].format(whose=whose, pairs=f"{sources} → {targets}", missing=MISSING[first.missing])
     causes = [Cause(f"nothing orders {first}")]
-    edge = _EDGE.get((record.mode, first.what, first.missing))
-    if edge is not None:
-        side, field, better = edge
+    levers: list[tuple[str, str]] = []
+    for side, field, better in _EDGES.get((record.mode, first.what, first.missing), ()):
         release = (record.setup.prefill if side == "prefill" else record.setup.decode).release
-        causes.append(policy_cause(release, field))
         if getattr(release, field) != better:
-            would = f"{field} = {better} would order it: {FIELDS[field].policies[better].text}"
-            causes.append(Cause(would, (Lever("policy", field),)))
+            levers.append((field, better))
+            causes.append(policy_cause(release, field))
+    if levers:
+        would = " and ".join(f"{field} = {better}" for field, better in levers)
+        causes.append(Cause(f"{would} would order it", tuple(Lever("policy", field) for field, _ in levers)))
     return Found(kind="race", text=text, causes=causes)

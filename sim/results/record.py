@@ -9,7 +9,8 @@ import msgspec
 from kvcover.sim.cache.geometry import Geometry
 from kvcover.sim.cache.ledger import Count
 from kvcover.sim.kernel.history import History
-from kvcover.sim.scenario.setup import Endpoint, Request, Setup
+from kvcover.sim.scenario.endpoint import Endpoint, Request
+from kvcover.sim.scenario.setup import Setup
 
 
 class Course(msgspec.Struct, frozen=True, kw_only=True):
@@ -77,6 +78,10 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     stray: int | None
     observed: frozenset[str] | None = None
 
+    def sees(self, kind: str) -> bool:
+        """Whether there would be an event of this kind if it had happened."""
+        return self.observed is None or kind in self.observed
+
     @property
     def mode(self) -> str:
         return self.setup.scenario.mode
@@ -84,6 +89,10 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def geometry(self) -> Geometry:
         return self.setup.geometry
+
+    def leg(self, side: str, request: int = 0) -> dict[str, Any]:
+        """The params that left for the prefill or the decode side; empty if they never did."""
+        return self.legs.get((max(request, 0), side), {})
 
     def side(self, letter: str) -> list[EngineEnd]:
         """The DP ranks of prefill (P) or of decode (D)."""

@@ -7,14 +7,13 @@ from collections.abc import Iterable
 from kvcover.sim.errors import InputError
 from kvcover.sim.kernel.events import Dial, Sent
 from kvcover.sim.kernel.history import Event
-from kvcover.sim.results.chains import peer_tp_causes
-from kvcover.sim.results.findings import span
+from kvcover.sim.results.chains import peer_tp_causes, span
 from kvcover.sim.results.outcome import request_outcome
 from kvcover.sim.results.record import Record
 from kvcover.sim.results.result import MEANING
 
 MOST_LINES = 25
-_QUIET = ("bound", "leg_sent", "fault_fired")
+_QUIET = ("bound", "leg_sent", "fault_fired", "stands")
 # How the events of one kind are told: {who}, {whom}, {n} events, {layers} of them distinct, {detail} of the first.
 _TOLD = {
     "stuck": "{who} never came up, or never came back from a step: {detail}",
@@ -68,7 +67,7 @@ _TOLD = {
 def story(record: Record, request: int = 0) -> list[str]:
     """What happened to one request of a run, in at most 25 lines; raises InputError for a request that isn't there.
 
-    Events of one kind that follow each other are one line with their first and last time, in ms of virtual time.
+    Events of one kind that follow each other are one line with their first and last time, in ms, which are virtual on the model.
 
     >>> eight = Scenario(release="0.26.0", model="deepseek-v3", prefill=Side(tp=8), decode=Side(tp=8))
     >>> result, world = run_world(resolve(eight))
@@ -106,7 +105,9 @@ def _legs(record: Record, request: int) -> list[str]:
     side = "prefill" if record.mode == "write" else "decode"
     endpoint = record.setup.prefill if side == "prefill" else record.setup.decode
     if params := record.legs.get((request, side)):
-        lines.append(f"{side} reads it: {'; '.join(cause.text for cause in peer_tp_causes(endpoint.release, params, side))}")
+        by_model = record.tier != "model"
+        told = "; ".join(cause.told(by_model) for cause in peer_tp_causes(endpoint.release, params, side))
+        lines.append(f"{side} reads it: {told}")
     fired = [event.detail for event in record.history.events("fault_fired") if event.request in (request, -1)]
     if fired:
         lines.append(f"faults that fired: {', '.join(dict.fromkeys(fired))}")

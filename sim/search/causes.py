@@ -2,7 +2,7 @@
 
 What can be flipped: a policy that the run asked, to what another release does; a key of a leg, to what another router sends,
 to the true size, or away; a planned fault, off. It *heals* if the finding is gone and the outcome is `ok`, and *mitigates* if
-the run is better and not good. A refusal is neither, and so is an engine that dies before anything moved.
+the run is better and not good. A refusal is neither, and so is a run that dies or hangs before anything moved.
 
 The search runs on as few of the model's layers as show the same, what heals is proven on all of them.
 """
@@ -74,7 +74,7 @@ def _seen(result: Result) -> Seen:
 
 def effect(before: Seen, after: Seen, kinds: Sequence[str]) -> Effect:
     """What a flip does about the findings of some `kinds`: it heals without any of them, and mitigates without the first."""
-    if after.outcome in ("refused", "vacuous") or (after.outcome == "crash" and before.moved and not after.moved):
+    if after.outcome in ("refused", "vacuous") or (after.outcome in ("crash", "hang") and before.moved and not after.moved):
         return ""
     if after.outcome == "ok" and not any(after.kinds[kind] for kind in kinds):
         return "heals"
@@ -92,8 +92,9 @@ class Search:
     """
 
     def __init__(self, scenario: Scenario, levers: Iterable[Lever] | None = None) -> None:
-        self.scenario = msgspec.structs.replace(scenario, expect=None)
-        result, world = run_world(resolve(self.scenario))
+        result, world = run_world(resolve(scenario))
+        faults = tuple(map(str, world.setup.faults))  # however they were written
+        self.scenario = msgspec.structs.replace(scenario, expect=None, faults=faults)
         self.result, self.whole = result, world.geometry
         self.found = _findings(world)
         self.geometry = _fewest_layers(self.scenario, self.whole, result)
@@ -102,23 +103,22 @@ class Search:
         wanted = None if levers is None else set(levers)
         self.flips = [flip for flip in _flips(self.scenario, self.geometry, wanted) if wanted is None or flip.lever in wanted]
         self.tried: dict[tuple[Flip, ...], Seen | None] = {}
+        self.proven: dict[tuple[Flip, ...], Seen] = {}
 
     def _run(self, scenario: Scenario) -> Result:
         return run_world(resolve(scenario, self.geometry))[0]
 
-    def try_(self, *flips: Flip) -> Effect:
-        """What the flips do to the run; nothing for those that make no sense together, or that change nothing."""
+    def _try(self, *flips: Flip) -> None:
+        """Run it with some flips, unless they make no sense together."""
         try:
-            after = self.tried[flips] = _seen(self._run(_flipped(self.scenario, flips)))
+            self.tried[flips] = _seen(self._run(_flipped(self.scenario, flips)))
         except InputError:
             self.tried[flips] = None
-            return ""
-        return effect(self.before, after, self.kinds)
 
     def singles(self) -> None:
         """Every flip alone."""
         for flip in progress(self.flips, "flips"):
-            self.try_(flip)
+            self._try(flip)
 
     def pairs(self, budget_s: float) -> None:
         """Pairs of flips none of which heals alone, the more promising first, for as long as the budget lasts."""
@@ -133,12 +133,21 @@ class Search:
             if time.monotonic() > end:
                 return
             if left[first].lever != left[second].lever:
-                self.try_(left[first], left[second])
+                self._try(left[first], left[second])
+
+    def prove(self) -> None:
+        """What ended well on fewer layers, again on all of them."""
+        for flips, after in self.tried.items():
+            if after is not None and after.outcome == "ok":
+                self.proven[flips] = _seen(run_world(resolve(_flipped(self.scenario, flips)))[0])
 
     def effect_of(self, *flips: Flip, kinds: Sequence[str] = ()) -> Effect:
         """What flips that were tried do to the findings of some kinds; to all of them without."""
+        kinds = kinds or self.kinds
+        if flips in self.proven:
+            return effect(_seen(self.result), self.proven[flips], kinds)
         after = self.tried.get(flips)
-        return "" if after is None else effect(self.before, after, kinds or self.kinds)
+        return "" if after is None else effect(self.before, after, kinds)
 
     def shown(self, found: Found) -> list[Shown]:
         """Of each cause of a finding the best that a flip of one of its levers does, alone or, if it heals, with another."""
@@ -152,27 +161,25 @@ class Search:
         return "mitigates" if (True, "mitigates") in effects else "not shown"
 
     def remedies(self) -> list[Remedy]:
-        """What heals, fewest flips first, proven on all layers; then what mitigates."""
+        """What heals, fewest flips first; then what mitigates alone."""
+        effects = {flips: self.effect_of(*flips) for flips in self.tried}
         found = [
             self._remedy(flips, kind)
-            for flips in self.tried
-            if (kind := self.effect_of(*flips)) == "heals" or (kind == "mitigates" and len(flips) == 1)
+            for flips, kind in effects.items()
+            if kind == "heals" or (kind == "mitigates" and len(flips) == 1)
         ]
-        left = [remedy for remedy in found if remedy is not None]
-        return sorted(left, key=lambda remedy: (remedy.effect != "heals", len(remedy.flips)))
+        return sorted(found, key=lambda remedy: (remedy.effect != "heals", len(remedy.flips)))
 
-    def _remedy(self, flips: tuple[Flip, ...], kind: Effect) -> Remedy | None:
-        flipped, after = _flipped(self.scenario, flips), self.tried[flips]
+    def _remedy(self, flips: tuple[Flip, ...], kind: Literal["heals", "mitigates"]) -> Remedy:
+        after = self.proven.get(flips) or self.tried[flips]
         assert after is not None
-        whole = self.geometry == self.whole
-        if kind == "heals" and not whole:
-            after, whole = _seen(run_world(resolve(flipped))[0]), True
-            kind = effect(_seen(self.result), after, self.kinds)
-        if not kind:
-            return None
-        texts = [flip.text for flip in flips]
         return Remedy(
-            effect=kind, flips=texts, outcome=after.outcome, coverage=after.coverage, full_size=whole, command=replay_line(flipped)
+            effect=kind,
+            flips=[flip.text for flip in flips],
+            outcome=after.outcome,
+            coverage=after.coverage,
+            full_size=flips in self.proven or self.geometry == self.whole,
+            command=replay_line(_flipped(self.scenario, flips)),
         )
 
 
@@ -188,6 +195,7 @@ def explain(scenario: Scenario, budget_s: float | None = None) -> Result:
     search.singles()
     if budget_s is not None:
         search.pairs(budget_s)
+    search.prove()
     findings = [msgspec.structs.replace(found.told(), shown=search.shown(found)) for found in search.found]
     remedies = search.remedies()
     told = Remedies(
@@ -231,7 +239,7 @@ def _fewest_layers(scenario: Scenario, whole: Geometry, result: Result) -> Geome
 
 
 def _signature(result: Result) -> tuple[str, list[str], list[str]]:
-    return result.outcome, result.by_request, sorted({finding.kind for finding in result.findings})
+    return result.outcome, result.by_request, sorted(finding.kind for finding in result.findings)
 
 
 # -- what can be flipped -----------------------------------------------------------------------------------------

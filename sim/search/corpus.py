@@ -66,7 +66,7 @@ class Variant(_Strict, frozen=True):
     expect: dict[str, Expected]
 
 
-class Report(_Strict, frozen=True):
+class PublicReport(_Strict, frozen=True):
     """One public report. `also` are other threads of the same fault; a scenario has no release, `expect` names them."""
 
     report: Id
@@ -96,7 +96,7 @@ class _OmittedFile(_Strict, frozen=True):
 class Case(msgspec.Struct, frozen=True, kw_only=True):
     """One report, variant (empty: the report itself) and release, ready to run."""
 
-    report: Report
+    report: PublicReport
     variant: str
     why: str
     release: str
@@ -104,7 +104,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     expected: Expected
 
 
-class Verdict(msgspec.Struct, frozen=True, kw_only=True):
+class Judged(msgspec.Struct, frozen=True, kw_only=True):
     """A case and what came of it; `problem` is empty when it is as expected."""
 
     case: Case
@@ -136,14 +136,14 @@ def corpus_files() -> list[Traversable]:
     return sorted((file for file in found if not file.name.startswith("_")), key=lambda file: file.name)
 
 
-def load_corpus() -> list[Report]:
+def load_corpus() -> list[PublicReport]:
     """All reports; raises InputError naming file and field for what can't be right."""
     return [load_report(file) for file in corpus_files()]
 
 
-def load_report(file: Traversable) -> Report:
+def load_report(file: Traversable) -> PublicReport:
     """One report, with every scenario built and resolved for every release that it names."""
-    report = _convert(_toml(file), Report, file.name)
+    report = _convert(_toml(file), PublicReport, file.name)
     stem = report.report.lower().replace("#", "-")
     if file.name != f"{stem}.toml":
         raise InputError(f"{file.name}: report", f"{report.report!r} is kept in {stem}.toml", "rename the file")
@@ -182,8 +182,8 @@ def _convert(data: dict[str, Any], struct: type[Kind], name: str) -> Kind:
 
 
 _TABLES: dict[tuple[type[msgspec.Struct], str], type[msgspec.Struct]] = {
-    (Report, "variants"): Variant,
-    (Report, "expect"): Expected,
+    (PublicReport, "variants"): Variant,
+    (PublicReport, "expect"): Expected,
     (Variant, "expect"): Expected,
     (_OmittedFile, "report"): Omitted,
 }
@@ -223,14 +223,14 @@ def releases_of(text: str, place: str) -> list[str]:
 # -- cases -------------------------------------------------------------------------------------------------------
 
 
-def _parts(report: Report) -> Iterator[tuple[str, str, dict[str, Any], dict[str, Expected]]]:
+def _parts(report: PublicReport) -> Iterator[tuple[str, str, dict[str, Any], dict[str, Expected]]]:
     """Name, reason, scenario and expectations of a report and its variants."""
     yield "", report.why, report.scenario, report.expect
     for variant in report.variants:
         yield variant.name, variant.why, report.scenario | variant.scenario, variant.expect
 
 
-def cases(reports: Iterable[Report], releases: Sequence[str] = (), place: str = "") -> Iterator[Case]:
+def cases(reports: Iterable[PublicReport], releases: Sequence[str] = (), place: str = "") -> Iterator[Case]:
     """Every (report, variant, release) of some reports, or only those of some releases."""
     for report in reports:
         for number, (variant, why, scenario, expect) in enumerate(_parts(report)):
@@ -262,7 +262,7 @@ def _build(data: dict[str, Any], place: str) -> Scenario:
     return scenario
 
 
-def select(reports: Sequence[Report], names: Sequence[str]) -> list[Report]:
+def select(reports: Sequence[PublicReport], names: Sequence[str]) -> list[PublicReport]:
     """The reports of some ids, such as `vllm#47764` or `vllm-47764`, in the order of the corpus; all without a name."""
     ids = [name for report in reports for name in (report.report, *report.also)]
     by_name = {name.lower().replace("#", "-"): report for report in reports for name in (report.report, *report.also)}
@@ -278,17 +278,17 @@ def select(reports: Sequence[Report], names: Sequence[str]) -> list[Report]:
 # -- running -----------------------------------------------------------------------------------------------------
 
 
-def judge(case: Case, result: Result) -> Verdict:
+def judge(case: Case, result: Result) -> Judged:
     """Compare a result with what was expected."""
     want = case.expected
     problem = disagreement(result, Expect(outcome=want.outcome, coverage=want.coverage, by_rank=want.by_rank), check=False)
     bad = tuple(index for index, outcome in enumerate(result.by_request) if outcome not in GOOD)
     if not problem and want.bad is not None and bad != want.bad:
         problem = f"expected that requests {list(want.bad)} are bad, got {list(bad)}"
-    return Verdict(case=case, result=result, problem=problem)
+    return Judged(case=case, result=result, problem=problem)
 
 
-def run_cases(wanted: Sequence[Case], tier: str = "model") -> list[Verdict]:
+def run_cases(wanted: Sequence[Case], tier: str = "model") -> list[Judged]:
     """Run cases on a tier; those whose faults it can't inject are left out."""
     chosen = load_tier(tier)
     able = [case for case in wanted if chosen.can.faults.issuperset(fault_kinds(case.scenario))]
@@ -349,7 +349,7 @@ def page() -> str:
     return "\n".join(lines) + "\n"
 
 
-def _by_outcome(report: Report) -> tuple[str, str]:
+def _by_outcome(report: PublicReport) -> tuple[str, str]:
     """`corrupt 0.25.1–0.26.0` for the bad and for the good outcomes of the report's own scenario."""
     told: dict[str, list[str]] = {}
     for text, expected in report.expect.items():

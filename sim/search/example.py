@@ -10,12 +10,12 @@ import msgspec
 
 from kvcover.sim.scenario.scenario import Scenario
 from kvcover.sim.scenario.setup import resolve
-from kvcover.sim.search.explore import Group
+from kvcover.sim.search.explore import FailureGroup
 from kvcover.sim.search.shrink import Draft
 from kvcover.sim.simulate import run_world
 
 
-def example_text(group: Group) -> str:
+def example_text(group: FailureGroup) -> str:
     """A failure as a scenario file: what to expect in the file, what it was and its digest in comments before it."""
     head = [f"# {group.name}: {group.signature.outcome}, {', '.join(group.signature.kinds)}; {group.count} runs alike"]
     draft = dict(group.draft)

@@ -70,7 +70,7 @@ class GridJob(msgspec.Struct, frozen=True, kw_only=True, tag="grid"):
             yield f"{self.name}, {fault}", functools.partial(dict, self.draft, faults=[*planned, fault])
 
 
-Job = SeedJob | GridJob
+Work = SeedJob | GridJob
 
 
 class Signature(msgspec.Struct, frozen=True, order=True):
@@ -82,7 +82,7 @@ class Signature(msgspec.Struct, frozen=True, order=True):
     kinds: tuple[str, ...]
 
 
-class Group(msgspec.Struct):
+class FailureGroup(msgspec.Struct):
     """Failures of one signature and shape: how many, and the smallest of them.
 
     Two bugs may look alike in what they find, so groups are told apart by shape too until they are shrunk or shown.
@@ -95,18 +95,18 @@ class Group(msgspec.Struct):
     name: str
     draft: dict[str, Any]
 
-    def merge(self, other: Group) -> None:
+    def merge(self, other: FailureGroup) -> None:
         """Count another group in, and keep the smaller example."""
         self.count += other.count
         if other.size < self.size:
             self.shape, self.size, self.name, self.draft = other.shape, other.size, other.name, other.draft
 
 
-class Report(msgspec.Struct):
+class Tallied(msgspec.Struct):
     """What came of a chunk, or of all of them. `digests` are 16 bytes a run, in order."""
 
     outcomes: dict[str, int] = {}
-    groups: list[Group] = []
+    groups: list[FailureGroup] = []
     digests: bytes = b""
     invalid: str = ""
 
@@ -134,9 +134,9 @@ def signature_of(result: Result) -> Signature:
     return Signature(result.outcome, result.release + skew, result.mode, tuple(kinds))
 
 
-def group_of(signature: Signature, name: str, draft: Draft) -> Group:
+def group_of(signature: Signature, name: str, draft: Draft) -> FailureGroup:
     """A group of one."""
-    return Group(signature, _shape(draft), 1, _size(draft), name, draft)
+    return FailureGroup(signature, _shape(draft), 1, _size(draft), name, draft)
 
 
 _HEAD = re.compile(r"[^:]+:[^=@#,]*")
@@ -183,10 +183,10 @@ def _run_one(draft: Draft) -> tuple[str, Signature | None, str]:
 
 def work(job: bytes) -> bytes:
     """Run a job in whatever process this is; both sides are msgpack, so that little travels."""
-    report = Report()
+    report = Tallied()
     groups: Groups = {}
     digests = []
-    for name, make in msgspec.msgpack.decode(job, type=Job).drafts():
+    for name, make in msgspec.msgpack.decode(job, type=Work).drafts():
         try:
             draft = make()
             outcome, signature, digest = _run_one(draft)
@@ -201,10 +201,10 @@ def work(job: bytes) -> bytes:
     return msgspec.msgpack.encode(report)
 
 
-Groups = dict[tuple[Signature, tuple[str, ...]], Group]
+Groups = dict[tuple[Signature, tuple[str, ...]], FailureGroup]
 
 
-def _add(groups: Groups, group: Group) -> None:
+def _add(groups: Groups, group: FailureGroup) -> None:
     known = groups.setdefault((group.signature, group.shape), group)
     if known is not group:
         known.merge(group)
@@ -226,7 +226,7 @@ class Exploration(msgspec.Struct):
     varied: int = 0
     """On a real tier: runs that differed from the model, and agreed when they were run again."""
 
-    def add(self, group: Group) -> None:
+    def add(self, group: FailureGroup) -> None:
         """Count failures in."""
         _add(self.groups, group)
 
@@ -234,7 +234,7 @@ class Exploration(msgspec.Struct):
     def failures(self) -> int:
         return sum(group.count for group in self.groups.values())
 
-    def ranked(self) -> list[Group]:
+    def ranked(self) -> list[FailureGroup]:
         """Groups, the worst outcome first, the commonest of an outcome first; by signature alone unless they are shrunk."""
         groups = self.groups
         if not self.shrunk:
@@ -263,7 +263,7 @@ def grid_jobs(data: Mapping[str, Any], pairs: Iterable[tuple[int, int]], modes: 
 
 
 def run_jobs(
-    jobs: Iterable[Job],
+    jobs: Iterable[Work],
     executor: Executor | None = None,
     in_flight: int = 1,
     budget_s: float = math.inf,
@@ -272,7 +272,7 @@ def run_jobs(
     """Run all jobs, or those that begin within the budget; the summary depends only on which jobs have run."""
     started, digest, summary = time.perf_counter(), hashlib.blake2b(digest_size=16), Exploration()
     for encoded in _results(jobs, executor, in_flight, started + budget_s, summary):
-        report = msgspec.msgpack.decode(encoded, type=Report)
+        report = msgspec.msgpack.decode(encoded, type=Tallied)
         digest.update(report.digests)
         summary.runs += len(report.digests) // 16
         summary.invalid = summary.invalid or report.invalid
@@ -287,7 +287,7 @@ def run_jobs(
 
 
 def _results(
-    jobs: Iterable[Job], executor: Executor | None, in_flight: int, deadline: float, summary: Exploration
+    jobs: Iterable[Work], executor: Executor | None, in_flight: int, deadline: float, summary: Exploration
 ) -> Iterator[bytes]:
     """What `work` makes of each job, in their order; with an executor, a few at a time are ahead."""
     waiting: deque[Future[bytes]] = deque()
@@ -362,11 +362,11 @@ def shrink_groups(summary: Exploration, executor: Executor | None = None) -> Non
     encoded = [msgspec.msgpack.encode(group) for group in summary.groups.values()]
     summary.groups, summary.shrunk = {}, True
     for small in (map if executor is None else executor.map)(_shrink_one, encoded):
-        summary.add(msgspec.msgpack.decode(small, type=Group))
+        summary.add(msgspec.msgpack.decode(small, type=FailureGroup))
 
 
 def _shrink_one(encoded: bytes) -> bytes:
-    group = msgspec.msgpack.decode(encoded, type=Group)
+    group = msgspec.msgpack.decode(encoded, type=FailureGroup)
     draft = shrink(group.draft)
     small = group_of(_run_one(draft)[1] or group.signature, group.name, draft)
     small.count = group.count

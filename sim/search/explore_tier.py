@@ -24,7 +24,7 @@ from kvcover.sim.results.agreement import differences, view
 from kvcover.sim.results.result import Result
 from kvcover.sim.scenario.scenario import Scenario, Timing, build
 from kvcover.sim.search.example import example_text, file_text
-from kvcover.sim.search.explore import Exploration, Group, Job, SeedJob, Signature, good, group_of, signature_of
+from kvcover.sim.search.explore import Exploration, FailureGroup, SeedJob, Signature, Work, good, group_of, signature_of
 from kvcover.sim.search.shrink import Draft
 from kvcover.sim.search.swarm import pin
 from kvcover.sim.simulate import replay_line, run
@@ -48,7 +48,7 @@ def pinned(tier: Tier, pins: Mapping[str, Any], vllm: str | None) -> dict[str, A
     return own
 
 
-def drafts_of(tier: Tier, jobs: Iterable[Job]) -> Iterator[tuple[str, Callable[[], Draft]]]:
+def drafts_of(tier: Tier, jobs: Iterable[Work]) -> Iterator[tuple[str, Callable[[], Draft]]]:
     """All drafts of all jobs, by name; what seeds draw is made to fit, what a person wrote is not."""
     for job in jobs:
         yield from job.drafts(tier.fit) if isinstance(job, SeedJob) else job.drafts()
@@ -185,7 +185,7 @@ def _expect(real: Result) -> dict[str, Any]:
     return {name: getattr(real, name) for name in ("outcome", "coverage") if name not in race.get("omit", ())}
 
 
-def again(tier: Tier, group: Group, file: str | None, vllm: str | None) -> str:
+def again(tier: Tier, group: FailureGroup, file: str | None, vllm: str | None) -> str:
     """The command that runs a failure again where it was found, and exits with 1 if something else comes of it."""
     if tier.can.virtual_time:
         return f"kvcover replay {file}" if file else replay_line(build(group.draft))
@@ -193,7 +193,7 @@ def again(tier: Tier, group: Group, file: str | None, vllm: str | None) -> str:
     return f"{line} --tier {tier.name}" + (f" --vllm {shlex.quote(vllm)}" if vllm else "")
 
 
-def failure_text(tier: Tier, group: Group, vllm: str | None) -> str:
+def failure_text(tier: Tier, group: FailureGroup, vllm: str | None) -> str:
     """A failure as a scenario file that expects what came of it."""
     if tier.can.virtual_time:
         return example_text(group)

@@ -23,19 +23,19 @@ from kvcover.sim.scenario.setup import resolve
 from kvcover.sim.simulate import run_world
 
 Draft = dict[str, Any]
-Finding = tuple[str, str]
+Shrunk = tuple[str, str]
 # Fields with a rule of their own, or that say what the finding is about and so stay.
 _KEPT = ("schema", "release", "mode", "model", "prompt_tokens", "requests", "faults", "expect")
 _DEFAULTS = {field.name: field.default for field in msgspec.structs.fields(Scenario)}
 
 
-def finding_of(result: Result) -> Finding:
+def finding_of(result: Result) -> Shrunk:
     """What a result says: its outcome, and the kind of its first finding or else the first check that failed."""
     kinds = [finding.kind for finding in result.findings] + [check.name for check in result.checks if check.verdict == "fail"]
     return result.outcome, kinds[0] if kinds else ""
 
 
-def find_once(draft: Mapping[str, Any]) -> Finding | None:
+def find_once(draft: Mapping[str, Any]) -> Shrunk | None:
     """Run a draft and say what it finds; None for a draft that makes no sense."""
     try:
         scenario = msgspec.convert(draft, Scenario, strict=True)
@@ -66,7 +66,7 @@ def shrink(draft: Mapping[str, Any], same: Callable[[Draft], bool] | None = None
     return best
 
 
-def _finds(goal: Finding | None) -> Callable[[Draft], bool]:
+def _finds(goal: Shrunk | None) -> Callable[[Draft], bool]:
     return lambda draft: find_once(draft) == goal
 
 

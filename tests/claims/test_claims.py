@@ -190,7 +190,7 @@ def test_what_ends_badly_has_a_finding_with_its_cause(fields: dict[str, Any], ki
 
 
 def test_the_story_tells_every_kind_of_event() -> None:
-    quiet = {"bound", "leg_sent", "fault_fired"}
+    quiet = {"stands", "bound", "leg_sent", "fault_fired"}
     assert set(_TOLD) == set(KINDS) - quiet
     world = run_world(resolve(build({"model": "layers=2,mla=64+16", "decode": {"pp": 2}})))[1]
     assert any("could not bind" in line for line in story(record_of(world), 0))

@@ -14,11 +14,11 @@ import pytest
 
 from kvcover import InputError, build, resolve, run
 from kvcover.sim.results.result import GOOD
-from kvcover.sim.scenario.setup import Endpoint
+from kvcover.sim.scenario.endpoint import Endpoint
 from kvcover.sim.search.corpus import (
     PAGE,
     Case,
-    Report,
+    PublicReport,
     cases,
     corpus_files,
     judge,
@@ -96,7 +96,7 @@ def test_there_are_enough_and_each_is_there_once() -> None:
 
 
 @pytest.mark.parametrize("report", REPORTS, ids=[report.report for report in REPORTS])
-def test_each_report_is_bad_somewhere(report: Report) -> None:
+def test_each_report_is_bad_somewhere(report: PublicReport) -> None:
     assert any(case.expected.outcome not in GOOD for case in cases([report]))
     assert report.url.rsplit("/", 1)[1] == report.report.split("#")[1]
 

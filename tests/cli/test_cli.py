@@ -110,6 +110,18 @@ def test_exit_codes(kvcover: Any, words: list[str], code: int) -> None:
     assert kvcover(*words)[0] == code
 
 
+def test_why_tells_what_a_real_run_kept(kvcover: Any, tmp_path: Path) -> None:
+    path = tmp_path / "real.json"
+    kvcover(*COLLAPSE, "-o", str(path))
+    told = {"stories": [["P0 wrote \x1b[31mred", "so: ok"]]}
+    path.write_text(
+        json.dumps(json.loads(path.read_text()) | {"tier": "connector", "digest": None, "by_request": ["ok"], "backend": told})
+    )
+    code, out, err = kvcover("why", str(path))
+    assert (code, err) == (0, "")
+    assert out.splitlines() == ["P0 wrote \\x1b[31mred", "so: ok", "the model ends it as corrupt, and this run as ok"]
+
+
 def test_why_tells_the_story_of_a_result(kvcover: Any, tmp_path: Path) -> None:
     path = tmp_path / "result.json"
     kvcover(*COLLAPSE, "-o", str(path))

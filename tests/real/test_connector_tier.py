@@ -310,7 +310,29 @@ def test_a_hang_says_where_each_rank_stands() -> None:
     result = connector_tier.run(build(SMALL | {"faults": ["drop-notice:write_done"]}))
     (hang,) = [finding for finding in result.findings if finding.kind == "hang"]
     assert "timers" in hang.text
-    assert {cause.split(",")[0] for cause in hang.causes} == {"D0", "P0"}
+    assert {name for cause in hang.causes for name in cause.split(", last step: ")[0].split(", ")} == {"D0", "D1", "P0", "P1"}
+
+
+# What is found in a real run, from what was seen there, in words that are not the harness's own but the model's.
+FOUND = {
+    ("0.26.0", "write", "ok"): {"wrong-peer", "told-without-data"},
+    ("0.27.0", "write", "drop:remote_tp_size"): set(),
+    ("0.27.0", "write", "drop-notice:write_done,to=D1"): {"never-told", "hang"},
+    ("0.33.0", "read", "fail-transfer:read"): {"transfer-failed"},
+}
+
+
+@vllm
+@pytest.mark.parametrize(("release", "mode", "fault"), FOUND)
+def test_the_one_judge_finds_in_a_real_run_what_is_there(release: str, mode: str, fault: str) -> None:
+    needs(release)
+    faults = [] if fault == "ok" else [fault]
+    result = connector_tier.run(build(SMALL | {"release": release, "mode": mode, "faults": faults}))
+    assert {finding.kind for finding in result.findings} == FOUND[release, mode, fault]
+    unseen = {check.name for check in result.checks if check.verdict == "unknown"}
+    assert {"no-use-before-landing", "no-race", "source-held", "queues-bounded"} <= unseen
+    assert result.backend is not None
+    assert result.backend["stories"][0][-1].startswith(f"so: {result.by_request[0]}")
 
 
 # -- when things go wrong ----------------------------------------------------------------------------------------------

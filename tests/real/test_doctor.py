@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from kvcover.real_backend.machine import doctor
-from kvcover.real_backend.machine.doctor import Line, Place, examine, lacking, parse_peer
+from kvcover.real_backend.machine.doctor import Look, Place, examine, lacking, parse_peer
 from kvcover.sim.errors import InputError
 
 
@@ -44,7 +44,7 @@ def mi300(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def line(lines: list[Line], name: str) -> Line:
+def line(lines: list[Look], name: str) -> Look:
     return next(each for each in lines if each.name == name)
 
 
@@ -143,13 +143,13 @@ def test_a_peer_is_host_and_port(text: str) -> None:
 
 
 def test_a_check_that_fails_is_unknown_and_never_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    def _broken(_place: Place) -> list[Line]:
+    def _broken(_place: Place) -> list[Look]:
         raise RuntimeError("no idea")
 
     monkeypatch.setattr(doctor, "CHECKS", (_broken,))
     (found,) = examine(Place())
     assert (found.name, found.state) == ("broken", "unknown")
-    assert lacking([Line("x", "unknown", "", "", ("hardware",))], "hardware")
+    assert lacking([Look("x", "unknown", "", "", ("hardware",))], "hardware")
 
 
 def test_what_is_missing_says_how_to_get_it() -> None:

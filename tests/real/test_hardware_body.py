@@ -24,7 +24,7 @@ from kvcover.real_backend.inside.cells import cells_of
 from kvcover.real_backend.inside.device_worker import record_posts
 from kvcover.real_backend.inside.vllm_setup import MORIIO_FOLDER
 from kvcover.real_backend.machine import trees
-from kvcover.real_backend.machine.doctor import Line
+from kvcover.real_backend.machine.doctor import Look
 from kvcover.real_backend.machine.trees import Tree
 from kvcover.real_backend.tiers import hardware
 from kvcover.real_backend.tiers.hardware import hardware_tier, launch, read_result, transport
@@ -185,7 +185,7 @@ def test_without_the_hardware_the_tier_says_what_is_missing_and_runs_nothing_els
 
 
 def test_the_tier_names_every_missing_thing(monkeypatch: pytest.MonkeyPatch) -> None:
-    lines = [Line("RDMA", "missing", "no link", "…", ("hardware",)), Line("mori", "unknown", "which?", "…", ("hardware",))]
+    lines = [Look("RDMA", "missing", "no link", "…", ("hardware",)), Look("mori", "unknown", "which?", "…", ("hardware",))]
     monkeypatch.setattr(hardware, "examine", lambda _place: lines)
     with pytest.raises(TierError, match=r"RDMA \(no link\); mori \(which\?\)"):
         hardware_tier.run(scenario("0.33.0"))

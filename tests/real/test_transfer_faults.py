@@ -81,7 +81,7 @@ def trial(*faults: str) -> Trial:
 
 def session_of(library: Library, book: Path, fault: str) -> tuple[Any, Any]:
     """An engine, and a session on it that lets its batches pass by a fault."""
-    injection = Injection(replace(trial(fault), book=book), "prefill", "P0", {})
+    injection = Injection(replace(trial(fault), book=book), "prefill", 0, "P0", {})
     injection.wrap_transfers()
     engine = library.new_engine()
     regions = library.describe("prefill:h:1:tp0:dp0", library.local), library.describe("decode:h:1:tp0:dp0", library.remote)

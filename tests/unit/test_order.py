@@ -349,3 +349,35 @@ def test_a_write_task_that_raises_leaves_others_under_way() -> None:
     result, world = run_world(resolve(build(load(FINDINGS / "state-unknown-size.toml"))))
     assert ("free", "wait") in found(record_of(world))
     assert "transfer-failed" in {finding.kind for finding in result.findings}
+
+
+ORDERED_BY: list[tuple[int, int, dict[str, Any], dict[str, str]]] = [
+    (2, 2, {"release": "0.28.0", "mode": "read", "decode": {"tp": 2, "cuda_graphs": "full"}}, {"read_barrier": "step"}),
+    (2, 2, {"release": "reference", "mode": "read", "rdma": {"queue_pairs": 2}, "overrides": {"read_done": "last_layer"}},
+     {"read_done": "all_layers"}),
+    (2, 4, {"release": "reference", "mode": "read", "overrides": {"acks": "any"}}, {"acks": "fan_in"}),
+    (2, 4, {"release": "reference", "mode": "read", "overrides": {"release_acks": "one"}}, {"release_acks": "decode_size"}),
+    (4, 2, {"release": "0.33.0", "model": GQA, "overrides": {"completion": "first_message"}}, {"completion": "all_writers"}),
+    (2, 2, {"release": "0.33.0", "faults": ["fail-transfer:write,layer=1", "delay-notice:remote_blocks,ms=200"]},
+     {"write_wait": "all_statuses"}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("ptp", "dtp", "fields", "better"), ORDERED_BY, ids=lambda each: "-".join(each) if type(each) is dict else ""
+)
+def test_what_would_order_it_does(ptp: int, dtp: int, fields: dict[str, Any], better: dict[str, str]) -> None:
+    """Each policy that a finding names, flipped: no race is left."""
+    result, _ = played(ptp, dtp, **fields)
+    causes = [cause for finding in result.findings if finding.kind == "race" for cause in finding.causes]
+    assert [cause for cause in causes if cause.endswith("would order it")] == [
+        " and ".join(f"{field} = {policy}" for field, policy in better.items()) + " would order it"
+    ]
+    assert kinds(ptp, dtp, **{**fields, "overrides": fields.get("overrides", {}) | better}) == set()
+
+
+def test_a_read_of_another_engine_s_blocks_says_nothing_of_those_that_are_freed() -> None:
+    """DP rank 0 is read whatever the leg says: what the reaper of DP rank 1 frees was not read by anybody."""
+    fields = {"prefill": {"tp": 1, "dp": 2}, "requests": [{"prefill_dp": 1}], "overrides": {"read_dp": "zero"}}
+    result, record = played(1, 1, release="reference", mode="read", **fields)
+    assert (result.outcome, found(record)) == ("corrupt", set())

@@ -20,9 +20,9 @@ from kvcover.sim.moriio.read_step import ReadStep
 from kvcover.sim.moriio.transfer import response_of
 from kvcover.sim.releases.policies import FIELDS
 from kvcover.sim.releases.records import PUBLISHED, RELEASES, ConnectorRelease, get_release
+from kvcover.sim.scenario.endpoint import Endpoint
 from kvcover.sim.scenario.routers import ROUTERS
 from kvcover.sim.scenario.scenario import Scenario
-from kvcover.sim.scenario.setup import Endpoint
 from kvcover.sim.search.swarm import Swarm, features_of
 from kvcover.sim.world import World
 from tests.claims.test_findings import FOLDER

@@ -1,0 +1,200 @@
+"""Why: what a finding blames, read from the record of the run, with the lever of each cause."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any
+
+from kvcover.sim.kernel.events import Failed, FaultActed, Raised
+from kvcover.sim.kernel.history import Event
+from kvcover.sim.results.chains import Cause, fault_cause, key_cause, misread, policy_cause, span
+from kvcover.sim.results.record import Record
+from kvcover.sim.results.result import Sets
+from kvcover.sim.scenario.endpoint import Endpoint
+
+
+def initiator(record: Record) -> tuple[str, Endpoint, Endpoint]:
+    """Which leg and which engine decide where data goes, and to or from which: prefill's in WRITE, decode's in READ."""
+    if record.mode == "write":
+        return "prefill", record.setup.prefill, record.setup.decode
+    return "decode", record.setup.decode, record.setup.prefill
+
+
+def dial_causes(me: Endpoint, peer: Endpoint, params: Mapping[str, Any], meant: bool) -> list[Cause]:
+    """Why ranks dialled where they did: the map, unless they `meant` the right TP rank, the port's arithmetic, the sizes read."""
+    causes = [] if meant else [policy_cause(me.release, "write_map" if me.letter == "P" else "read_map")]
+    if meant and peer.dp > 1:
+        unlike = me.release.dial != peer.release.ports and peer.tp > 1
+        causes.append(policy_cause(peer.release, "ports") if unlike else policy_cause(me.release, "dial"))
+        if me.letter == "D" and me.release.read_dp == "zero":
+            causes.append(policy_cause(me.release, "read_dp"))
+    if me.letter == "P":
+        causes += dp_size_cause(me, peer, params)
+    return [*causes, *(misread(me, peer, params) if not meant or peer.dp > 1 else [])]
+
+
+def dp_size_cause(me: Endpoint, peer: Endpoint, params: Mapping[str, Any]) -> list[Cause]:
+    """A DP size that is not the peer's, for which a rank dials too few ranks or too many."""
+    sent, leg = params.get("remote_dp_size", 1), "prefill" if me.letter == "P" else "decode"
+    return [] if sent == peer.dp else [key_cause("remote_dp_size", sent, leg, f"the peer has {peer.dp}")]
+
+
+# What raises on the peer's TP size.
+READS_SIZE = (
+    "peer_tp", "read_guard", "read_map", "write_map", "write_map_error", "unknown_tp_map", "unknown_tp_guard", "states",
+    "unknown_tp_states_read", "unknown_tp_states_write",
+)  # fmt: skip
+# What says there what a size that the leg does not give counts as, if it is not the rank map.
+UNKNOWN_SIZE = {
+    "read_guard": "unknown_tp_guard",
+    "unknown_tp_states_read": "unknown_tp_states_read",
+    "unknown_tp_states_write": "unknown_tp_states_write",
+}
+
+
+def crash_causes(record: Record, event: Event, raised: Raised) -> list[Cause]:
+    """What ended an engine: a planned fault, the policy that made an error its end, or what was sent to it."""
+    if raised.fault:
+        return [fault_cause(raised.fault)]
+    prefill, decode = record.setup.prefill, record.setup.decode
+    side, me, peer = ("prefill", prefill, decode) if event.actor[0] == "P" else ("decode", decode, prefill)
+    if raised.error == "TimeoutError":
+        return [Cause(f"executor_timeout_s = {me.side.executor_timeout_s}: vLLM's executor gives up on a step that long")]
+    compared = raised.policy == "read_guard" and raised.error == "ValueError"  # blocks and contents, and not only TP sizes
+    causes = [*(unlike_caches(record) if compared else []), *([policy_cause(me.release, raised.policy)] if raised.policy else [])]
+    if raised.policy in READS_SIZE and event.request >= 0:
+        causes += misread(me, peer, record.leg(side, event.request), unknown=UNKNOWN_SIZE.get(raised.policy, "unknown_tp_map"))
+    return causes or fired_at(record, "params")
+
+
+MODEL_HEADS = Cause("the rank map counts the heads of the model as a whole, and some layers have others")
+
+
+def unlike_caches(record: Record) -> list[Cause]:
+    """In what the caches of the two sides differ; few releases compare them."""
+    here, there = record.setup.prefill.shape, record.setup.decode.shape
+    alike = here.memory == there.memory
+    pairs = [
+        ("blocks hold", f"{here.block_size} tokens", f"{there.block_size} tokens"),
+        ("KV is", here.kv_dtype, there.kv_dtype),
+        *([] if alike else [("caches are", f"{here.layout} {here.order}", f"{there.layout} {there.order}")]),
+    ]
+    return [Cause(f"prefill's {what} {mine}, decode's {theirs}") for what, mine, theirs in pairs if mine != theirs]
+
+
+def failure_causes(record: Record, event: Event) -> list[Cause]:
+    """Why a batch failed: a planned fault, a peer that is gone, a queue without room, or addresses that don't fit."""
+    side, me, peer = initiator(record)
+    fields = event.fields
+    causes: list[Cause] = []
+    assert isinstance(fields, Failed | Raised)
+    if isinstance(fields, Failed) and fields.source == "planned":
+        causes = fired_at(record, "transfer")
+    elif isinstance(fields, Failed) and fields.source == "queue":
+        waits = record.mode == "read"
+        causes = [policy_cause(me.release, "sq_retry") if waits else Cause(QUEUE.format(record.setup.scenario.rdma))]
+    elif isinstance(fields, Raised) and fields.error == "KeyError":  # no session to a DP rank that it never dialled
+        causes = dp_size_cause(me, peer, record.leg(side, event.request)) or fired_at(record, "params")
+    elif isinstance(fields, Raised) or fields.source == "bounds":
+        field = (fields.policy or "write_pairing") if isinstance(fields, Raised) else "write_plan"
+        mixed = [MODEL_HEADS] if record.geometry.mixed and record.mode == "write" else []
+        named = (
+            [policy_cause(me.release, field)] if record.mode == "write" or (isinstance(fields, Raised) and fields.policy) else []
+        )
+        unknown = UNKNOWN_SIZE.get(field, "unknown_tp_map")
+        sizes = misread(me, peer, record.leg(side, event.request), unknown=unknown)
+        causes = [*unlike_caches(record), *named, *mixed, *sizes]
+    if record.mode == "read" and me.release.read_failure == "garbage":
+        causes.append(policy_cause(me.release, "read_failure"))
+    return causes
+
+
+QUEUE = (
+    "a send queue of {0.sq_depth} work requests on {0.queue_pairs} queue pairs has no room for the batch, and WRITE does not wait"
+)
+
+
+def fired_at(record: Record, *points: str) -> list[Cause]:
+    """Planned faults that fired at some points; at all without."""
+    fired = [fired for _, fired in record.history.having(FaultActed, "fault_fired") if not points or fired.point in points]
+    return [fault_cause(fault) for fault in dict.fromkeys(fault.fault for fault in fired)]
+
+
+def unreleased(decode: Endpoint, prefill: Endpoint, params: Mapping[str, Any]) -> list[Cause]:
+    """Why decode's releases went elsewhere: the ranks that it means, the port, or the size that both hang on."""
+    release = decode.release
+    field = "read_dp" if release.read_dp == "zero" else "release_port" if release.release_port == "tp" else ""
+    ported = [policy_cause(release, field)] if prefill.dp > 1 and field else []
+    wide = [] if prefill.tp == decode.tp else [policy_cause(release, "release_to")]
+    sized = release.release_to == "holders" or (release.release_port != "tp" and prefill.dp > 1)
+    return [*(ported or wide), *(misread(decode, prefill, params) if sized else [])]
+
+
+def unannounced(record: Record, missing: list[str]) -> list[Cause]:
+    """Why decode's announcement did not come: nobody made it, it was lost, or it went elsewhere."""
+    prefill, decode = record.setup.prefill, record.setup.decode
+    of = {dp: name for dp in range(prefill.dp) for tp in range(prefill.tp) if (name := prefill.rank_name(dp, tp)) in missing}
+    mine = [course for course in record.courses if course.prefill_dp in of and not course.aborted]
+    sent = {event.request for event in record.history.events("blocks_ready_sent")}
+    if faults := fired_at(record, "notice", "router", "rank"):
+        return faults
+    if record.sees("blocks_ready_sent") and (silent := [course for course in mine if course.index not in sent]):
+        gated = any(course.admitted and not course.request.external_zero for course in silent)
+        return [policy_cause(decode.release, "blocks_ready_gate")] if gated and decode.release.blocks_ready_gate != "none" else []
+    if keys := fired_at(record, "params"):
+        return keys
+    for course in mine:
+        dp = record.leg("decode", course.index).get("remote_dp_rank", 0)
+        if dp != course.prefill_dp:
+            return [key_cause("remote_dp_rank", dp, "decode", f"prefill's leg went to {course.prefill_dp}")]
+    leg = record.leg("decode", mine[0].index if mine else 0)
+    width = misread(decode, prefill, leg, "blocks_ready_width", "blocks_ready_width")
+    return list(dict.fromkeys([policy_cause(decode.release, "blocks_ready_width"), *width])) if width else []
+
+
+def untold_causes(record: Record, sets: Sets, untold: list[str]) -> list[Cause]:
+    """Why decode ranks wait: the message was lost, prefill gave up in silence, or nobody means them."""
+    prefill, decode = record.setup.prefill, record.setup.decode
+    heard = set(sets.prefill_told or ()) >= {
+        prefill.rank_name(c.prefill_dp, tp) for c in record.courses for tp in range(prefill.tp)
+    }
+    causes = [cause for cause in fired_at(record, "notice") if not (heard and ":remote_blocks" in cause.text)][:1]
+    heard_of = decode.release.write_failed_heard == "understood"  # else to be told would change nothing
+    if record.history.events("expired") and prefill.release.expiry == "silent" and heard_of:
+        causes.append(policy_cause(prefill.release, "expiry"))
+    failed = record.history.events("task_failed", "transfer_failed")
+    if not (causes or failed) and record.history.events("write_done_sent") and not set(untold) <= set(sets.written):
+        params = record.leg("prefill")
+        unmapped = [policy_cause(prefill.release, "write_map")] if prefill.tp != decode.tp else []
+        causes += misread(prefill, decode, params) or dp_size_cause(prefill, decode, params) or unmapped
+    if decode.release.decode_timer == "none" and not any(engine.crashed for engine in record.side("D")):
+        causes.append(policy_cause(decode.release, "decode_timer"))
+    return causes
+
+
+def content_causes(record: Record, wrong: list[str]) -> list[Cause]:
+    """Why decode ranks hold what is not theirs."""
+    decode = record.setup.decode
+    writers: dict[str, set[str]] = defaultdict(set)
+    for _, _, source, rank, _, _, _ in record.history.rows_of("wrote", "read"):
+        writers[rank].add(source)
+    causes = unlike_caches(record)
+    if shared := [name for name in wrong if len(writers[name]) > 1]:
+        causes.append(Cause(f"several ranks moved into {span(shared)}; where they meet, the last one wins"))
+    if record.geometry.mixed and record.mode == "write":
+        causes.append(MODEL_HEADS)
+    windows = record.mode == "read" and any(table.window for table in decode.tables)
+    unlike = len({_block_count(record, side) for side in ("prefill", "decode")}) > 1
+    if windows and unlike:
+        causes.append(policy_cause(decode.release, "windows"))
+    elif record.mode == "read" and (unlike or any(course.request.suffix_only for course in record.courses)):
+        causes.append(policy_cause(decode.release, "read_pairing"))
+    elif record.mode == "write" and not record.setup.prefill.shape.same_blocks(decode.shape):
+        causes.append(policy_cause(record.setup.prefill.release, "write_plan"))
+    return causes
+
+
+def _block_count(record: Record, side: str) -> int:
+    endpoint = record.setup.prefill if side == "prefill" else record.setup.decode
+    return endpoint.rows(record.setup.requests[0].prompt_tokens)[0][1]
