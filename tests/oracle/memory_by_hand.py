@@ -129,7 +129,7 @@ def moved(release: str, mode: str, prefill: Side, decode: Side, read: Sequence[i
     """(prefill's address, decode's address, size) of a batch. Raises Refused where it can't be planned."""
     minor = int(release.split(".")[1])
     if mode == "write":
-        if minor == 33 and prefill.block_size != decode.block_size:
+        if minor >= 33 and prefill.block_size != decode.block_size:
             raise Refused("tokens a block")
         if len(read) > len(written) or (minor <= 25 and len(read) != len(written)):
             raise Refused("lengths")
@@ -144,7 +144,7 @@ def moved(release: str, mode: str, prefill: Side, decode: Side, read: Sequence[i
             read = read[-len(written) :]
     pairs = list(zip(read, written, strict=False))
     mine, theirs = told_layout(prefill), told_layout(decode)
-    if minor == 33 and mine is not None and theirs is not None and mine != theirs:
+    if minor >= 33 and mine is not None and theirs is not None and mine != theirs:
         return list(head_slices(mine, theirs, pairs))
     if mode == "write":
         return whole_blocks(prefill, decode, pairs)
