@@ -370,7 +370,8 @@ def _collect(trial: Trial, children: Children, listener: Listener) -> None:
         pipe = listener.accept()
         rank, pid, part = pipe.recv()
         if part == "scheduler":
-            scheduler = children.schedulers[who[rank].role, who[rank].dp]
+            position = who[rank]
+            scheduler = children.schedulers[position.role, position.dp]
             scheduler.steps = scheduler.questions = pipe
         else:
             setattr(links[rank], part, pipe)
