@@ -92,8 +92,8 @@ class _Session:
 
     def _note(self, kind: str, args: tuple[Any, ...], status: Any) -> Any:
         ranges = tuple((int(self._remote.data) + offset, size) for offset, size in zip(args[1], args[2], strict=False))
-        first = int(self._local.data) + (args[0][0] if args[0] else 0)
-        self._posted.append(Posted(kind, str(self._remote.engine_key), ranges, status, first, time.monotonic_ns()))
+        last = int(self._local.data) + (args[0][-1] + args[2][-1] - 1 if args[0] and args[2] else 0)
+        self._posted.append(Posted(kind, str(self._remote.engine_key), ranges, status, last, time.monotonic_ns()))
         return status
 
 

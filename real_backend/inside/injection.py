@@ -45,7 +45,7 @@ class Injection:
         self.bound: list[tuple[int, int]] = []
         self.dialled: list[tuple[int, int]] = []
         self.spoilt: dict[tuple[str, str, int], tuple[int, str]] = {}
-        """When and how a fault spoilt the last batch of a kind, to a peer, from an address."""
+        """When and how a fault spoilt the last batch of a kind, to a peer, by its last address here."""
         self.acted: list[tuple[int, str, str, str, int, int]] = []
         """When which fault acted, at which point, and its receiver, request and layer."""
         self.layers: list[tuple[int, int]] = []
@@ -90,7 +90,7 @@ class Injection:
         ]
 
     def batch(self, at_ns: int, kind: str, peer: str, address: int, error: str, *, planned: bool = False) -> Post:
-        """A post from an address in this rank's caches, which tells its layer and request."""
+        """A post by its last byte in this rank's caches, which tells its layer and request."""
         layer, request = self.cell_of(address)
         return Post(at_ns, kind, peer, request, layer, error, planned)
 
@@ -252,8 +252,8 @@ class _Session:
         return self._post("read", self._session.batch_read, [local], [remote], [size], uid)
 
     def _post(self, kind: str, post: Callable[..., Any], local: list[int], remote: list[int], sizes: list[int], uid: int) -> Any:
-        injection, address = self._injection, self._base + (local[0] if local else 0)
-        batch = (kind, self._peer, address)
+        injection, last = self._injection, self._base + (local[-1] + sizes[-1] - 1 if local and sizes else 0)
+        batch = (kind, self._peer, last)
         injection.spoilt.pop(batch, None)
         if self._full > 0:
             self._full -= 1
@@ -261,7 +261,7 @@ class _Session:
         if batch in self._refused:  # the connector posts it once more: no new batch for a fault to act on
             self._refused.discard(batch)
             return post(local, remote, sizes, uid)
-        layer, request = injection.cell_of(address) if local else (-1, -1)
+        layer, request = injection.cell_of(last) if local else (-1, -1)
         sender, receiver = (injection.name, self._peer) if kind == "write" else (self._peer, injection.name)
         result = None
         for fault in injection.acting("transfer", kind, sender, receiver, request, layer):

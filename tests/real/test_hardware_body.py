@@ -350,5 +350,5 @@ def test_what_is_posted_on_the_real_library_is_noted() -> None:
     assert session is not None and session.alive()
     assert session.batch_write([0, 8], [16, 32], [8, 8], 1) == "status of 4"
     (batch,) = Engine.posted
-    assert (batch.kind, batch.remote_engine, batch.nbytes, batch.local) == ("write", "decode:h:1:tp0:dp0", 16, 100)
+    assert (batch.kind, batch.remote_engine, batch.nbytes, batch.local) == ("write", "decode:h:1:tp0:dp0", 16, 115)
     assert batch.remote_ranges == ((1016, 8), (1032, 8))

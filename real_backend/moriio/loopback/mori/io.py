@@ -207,7 +207,7 @@ class PostedBatch:
     """Address and length in bytes of each entry, in the remote process."""
     status: TransferStatus = field(compare=False)
     local: int = 0
-    """Where the first entry is here."""
+    """Where its last byte is here: the first may be of a block that is nobody's, which stands for what has left a window."""
     at_ns: int = 0
     """When it was posted, on the monotonic clock."""
 
@@ -331,8 +331,8 @@ class IOEngineSession:
     def _post(self, kind: str, local: Sequence[int], remote: Sequence[int], sizes: Sequence[int]) -> TransferStatus:
         status = TransferStatus()
         ranges = tuple((self._remote.data + offset, size) for offset, size in zip(remote, sizes, strict=False))
-        first = self._local.data + (local[0] if local else 0)
-        batch = PostedBatch(kind, self._local.engine_key, self._remote.engine_key, ranges, status, first, time.monotonic_ns())
+        last = self._local.data + (local[-1] + sizes[-1] - 1 if local and sizes else 0)
+        batch = PostedBatch(kind, self._local.engine_key, self._remote.engine_key, ranges, status, last, time.monotonic_ns())
         IOEngine.posted.append(batch)
         problem = self._refuse(local, remote, sizes)
         if problem:
