@@ -218,7 +218,7 @@ FIELDS: dict[str, Field] = {
         "decode_size": Policy("it counts as decode's TP size, so that prefill waits for acks that nobody sends (0.28-0.32)"),
     }),
     # -- WRITE: what prefill's ranks do --------------------------------------------------------------------------
-    "write_map": Field(("dialled", "dial_dead", "map_refused", "crashed", "told", "wrote", "short"), {
+    "write_map": Field(("dialled", "dial_dead", "map_refused", "crashed", "told", "wrote", "short", "settled", "write_done"), {
         "own_rank": Policy("prefill rank r writes to decode rank r", map_own),
         "floor": Policy("each prefill rank writes whole blocks to one decode rank", map_floor),
         "fan": Policy("each prefill rank writes to every decode rank that needs its heads", map_fan),
@@ -263,7 +263,7 @@ FIELDS: dict[str, Field] = {
         "scheduled_tasks": Policy("a transfer is as many writes as the forward scheduled, all layers or not (vllm#46290)"),
         "every_layer": Policy("a transfer is a write of every layer; with fewer it failed"),
     }),
-    "write_wait": Field(("released",), {
+    "write_wait": Field(("released", "settled"), {
         "all_statuses": Policy("a failed write is noticed when all writes of the transfer are over"),
         "first_failure": Policy("the first failed write ends the transfer, others may still be under way (0.31+)"),
     }),
@@ -292,7 +292,7 @@ FIELDS: dict[str, Field] = {
         "parked": Policy("such a report is parked, then dropped (0.28+)"),
     }),
     # -- WRITE: what decode's ranks make of it -------------------------------------------------------------------
-    "completion": Field(("told",), {
+    "completion": Field(("told", "write_done"), {
         "first_message": Policy("a decode rank is complete at the first write-done"),
         "all_writers": Policy("a decode rank is complete when all its writers said so"),
     }),
@@ -330,7 +330,7 @@ FIELDS: dict[str, Field] = {
         "always": Policy("every request of a READ decode engine counts its prompt as loaded, also when it is admitted again"),
         "if_do_remote_prefill": Policy("only a request with `do_remote_prefill` does, and once"),
     }),
-    "external_zero_read": Field(("read", "crashed", "told", "dialled", "recompute"), {
+    "external_zero_read": Field(("read", "crashed", "told", "dialled", "recompute", "settled"), {
         "full_table": Policy("decode that needs nothing from prefill reads into all its blocks all the same (0.24, 0.25)"),
         "nothing": Policy("it reads nothing: `num_external_tokens > 0` is asked first (0.26+)"),
     }),
@@ -394,7 +394,7 @@ FIELDS: dict[str, Field] = {
         "none": Policy("a full send queue fails the transfer"),
         "read": Policy("a full send queue is tried again in READ; in WRITE it fails the transfer (0.26+)"),
     }),
-    "read_barrier": Field(("go", "crashed", "request_failed", "short", "freed"), {
+    "read_barrier": Field(("go", "crashed", "request_failed", "short", "freed", "settled"), {
         "none": Policy("a layer is used whether it landed or not"),
         "per_layer": Policy("each layer waits for its own read, but not under full CUDA graphs (vllm#48534)"),
         "per_layer_or_step": Policy("as per_layer; under full CUDA graphs the forward waits for all reads (0.31+)"),
@@ -413,11 +413,11 @@ FIELDS: dict[str, Field] = {
         "raises": Policy("a failed read of a model with recurrent states raises in the step (0.31+, measured)"),
         "as_others": Policy("it is reported as that of any other model"),
     }),
-    "read_done": Field(("told", "release_sent"), {
+    "read_done": Field(("told", "release_sent", "settled"), {
         "last_layer": Policy("the read counts as done with its last layer"),
         "all_layers": Policy("the read is done with all its layers"),
     }),
-    "recv_abort": Field(("told", "release_sent"), {
+    "recv_abort": Field(("told", "release_sent", "settled"), {
         "none": Policy("decode waits for a read without limit"),
         "silent": Policy("decode drops a read after the receive limit and tells prefill nothing (0.28+)"),
     }),
