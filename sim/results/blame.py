@@ -111,9 +111,7 @@ def failure_causes(record: Record, event: Event) -> list[Cause]:
     return causes
 
 
-QUEUE = (
-    "a send queue of {0.sq_depth} work requests on {0.queue_pairs} queue pairs has no room for the batch, and WRITE does not wait"
-)
+QUEUE = "a send queue of {0.sq_depth} work requests on {0.queue_pairs} queue pairs has no room for the batch"
 
 
 def fired_at(record: Record, *points: str) -> list[Cause]:
