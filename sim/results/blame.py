@@ -25,8 +25,9 @@ def dial_causes(me: Endpoint, peer: Endpoint, params: Mapping[str, Any], meant: 
     """Why ranks dialled where they did: the map, unless they `meant` the right TP rank, the port's arithmetic, the sizes read."""
     causes = [] if meant else [policy_cause(me.release, "write_map" if me.letter == "P" else "read_map")]
     if meant and peer.dp > 1:
-        unlike = me.release.dial != peer.release.ports and peer.tp > 1
-        causes.append(policy_cause(peer.release, "ports") if unlike else policy_cause(me.release, "dial"))
+        if me.release.dial != peer.release.ports and peer.tp > 1:
+            plus = peer.release.ports == "dp_plus_tp"
+            causes.append(policy_cause(peer.release, "ports") if plus else policy_cause(me.release, "dial"))
         if me.letter == "D" and me.release.read_dp == "zero":
             causes.append(policy_cause(me.release, "read_dp"))
     if me.letter == "P":
@@ -92,7 +93,7 @@ def failure_causes(record: Record, event: Event) -> list[Cause]:
     if isinstance(fields, Failed) and fields.source == "planned":
         causes = fired_at(record, "transfer")
     elif isinstance(fields, Failed) and fields.source == "queue":
-        waits = record.mode == "read"
+        waits = record.mode == "read" and me.release.sq_retry == "none"
         causes = [policy_cause(me.release, "sq_retry") if waits else Cause(QUEUE.format(record.setup.scenario.rdma))]
     elif isinstance(fields, Raised) and fields.error == "KeyError":  # no session to a DP rank that it never dialled
         causes = dp_size_cause(me, peer, record.leg(side, event.request)) or fired_at(record, "params")
@@ -110,9 +111,7 @@ def failure_causes(record: Record, event: Event) -> list[Cause]:
     return causes
 
 
-QUEUE = (
-    "a send queue of {0.sq_depth} work requests on {0.queue_pairs} queue pairs has no room for the batch, and WRITE does not wait"
-)
+QUEUE = "a send queue of {0.sq_depth} work requests on {0.queue_pairs} queue pairs has no room for the batch"
 
 
 def fired_at(record: Record, *points: str) -> list[Cause]:
