@@ -8,6 +8,8 @@ import sys
 
 import click
 
+from kvcover.sim.commands.options import inconclusive
+
 
 @click.command("vllm-tests")
 @click.argument("release")
@@ -16,7 +18,7 @@ import click
 def command(release: str, vllm: str | None, as_json: bool) -> None:
     """Run vLLM's own MoRI-IO unit tests of RELEASE over the loopback mori.io, and count what passed.
 
-    Exit code 1 if a test failed. Needs the connector and test extras.
+    Exit code 1 if a test failed, 3 if none passed. Needs the connector and test extras.
     """
     from kvcover.real_backend.machine.vllm_tests import find_tree, run_tests
 
@@ -36,4 +38,6 @@ def command(release: str, vllm: str | None, as_json: bool) -> None:
             click.echo(f"  failed: {failure}")
         passed, skipped = report.total("passed"), report.total("skipped")
         click.echo(f"{passed} passed, {failed} failed, {skipped} skipped in {report.seconds:.0f} s")
+    if not failed and not report.total("passed"):
+        inconclusive("no test passed")
     sys.exit(int(failed > 0))

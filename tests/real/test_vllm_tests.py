@@ -51,6 +51,18 @@ def test_an_unknown_release_and_a_tree_without_the_connector_are_one_line_each(t
         run_tests("0.33.0", tmp_path)
 
 
+@pytest.mark.parametrize(("passed", "code"), [(1, 0), (0, 3)])
+def test_that_nothing_passed_is_no_pass(passed: int, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from click.testing import CliRunner
+
+    from kvcover.real_backend.commands.vllm_tests import command
+
+    counted = vllm_tests.Tally("0.33.0", (vllm_tests.FileCount("test_moriio_a", passed, 0, 4),), {}, (), 1.0)
+    monkeypatch.setattr(vllm_tests, "find_tree", lambda release, vllm: tmp_path)
+    monkeypatch.setattr(vllm_tests, "run_tests", lambda release, tree: counted)
+    assert CliRunner().invoke(command, ["0.33.0"]).exit_code == code
+
+
 @pytest.mark.vllm
 @pytest.mark.slow
 @pytest.mark.parametrize(("release", "at_least"), [("0.27.0", 49), ("0.33.0", 632)])
