@@ -176,3 +176,13 @@ def test_without_a_gpu_the_hardware_tier_can_t_run() -> None:
     assert done.returncode == 1
     assert "GPU" in done.stdout.splitlines()[-1]
     assert metadata.version("kvcover")
+
+
+def test_a_look_that_failed_is_lacking_wherever_something_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def _trees(_place: Place) -> list[Look]:
+        raise RuntimeError("no home")
+
+    monkeypatch.setattr(doctor, "CHECKS", (_trees,))
+    for tier in ("connector", "hardware"):
+        assert [each.text for each in lacking(examine(Place()), tier)] == ["the check failed: RuntimeError: no home"]
+    assert not lacking(examine(Place()), "model")
