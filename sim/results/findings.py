@@ -71,9 +71,10 @@ def _broken(record: Record) -> list[Found]:
     whose: dict[str, list[str]] = defaultdict(list)
     for event in record.history.events("crashed", "poisoned"):
         if broken := getattr(event.fields, "broken", ""):
-            whose[broken].append(event.actor)
+            call = getattr(event.fields, "call", "")
+            whose[f"{broken} (in {call})" if call else broken].append(event.actor)
     return [
-        Found(kind="broken", text=f"{span(dict.fromkeys(who))}: {error}", causes=[Cause("no protocol makes an error of this kind")])
+        Found(kind="broken", text=f"{span(dict.fromkeys(who))}: {error}", causes=[Cause("no fault of the protocol")])
         for error, who in whose.items()
     ]
 
