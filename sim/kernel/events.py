@@ -83,6 +83,11 @@ class FaultActed(Fields, frozen=True):
     fault: str
     point: str
 
+    @property
+    def kind(self) -> str:
+        """The kind of fault: what stands before its target."""
+        return self.fault.partition(":")[0]
+
     def __str__(self) -> str:
         return self.fault
 

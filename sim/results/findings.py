@@ -7,7 +7,7 @@ from collections import defaultdict
 
 from kvcover.faults import Fault, KeyFault
 from kvcover.sim.errors import nearest
-from kvcover.sim.kernel.events import Failed, Lost, Raised, Stuck
+from kvcover.sim.kernel.events import Failed, FaultActed, Lost, Raised, Stuck
 from kvcover.sim.results.blame import (
     MODEL_HEADS,
     content_causes,
@@ -18,7 +18,7 @@ from kvcover.sim.results.blame import (
     unreleased,
     untold_causes,
 )
-from kvcover.sim.results.chains import Cause, Found, misread, policy_cause, span
+from kvcover.sim.results.chains import Cause, Found, fault_cause, misread, policy_cause, span
 from kvcover.sim.results.handshakes import bind_failures, dead_dials, refused_maps, wrong_dials
 from kvcover.sim.results.record import Record
 from kvcover.sim.results.result import RankCoverage, Sets
@@ -269,9 +269,20 @@ def _put_off(record: Record) -> list[Found]:
 
 
 def _used_early(record: Record, ranks: list[RankCoverage]) -> list[Found]:
+    """Layers that decode used before their reads had landed: by each layer's landing, or by what was there later."""
     if record.mode == "write" or all(course.at_go is None for course in record.courses):
         return []
     decode = record.setup.decode
+    early = [
+        fault_cause(fired.fault)
+        for _, fired in record.history.having(FaultActed, "fault_fired")
+        if fired.kind == "early-completion"
+    ]
+    causes = list(dict.fromkeys(early)) or [policy_cause(decode.release, "read_barrier")]
+    text = "used layers before their reads landed"
+    if not record.sees("landing"):
+        filled = [decode.rank_name(r.dp, r.tp) for r in ranks if (r.coverage or 0.0) < (r.coverage_end or 0.0)]
+        return [Found(kind="used-before-landing", text=f"{span(filled)} {text}", causes=causes)] if filled else []
     used = {(event.actor, event.request, event.layer): event.time_ns for event in record.history.events("short")}
     goes = {event.request: event.time_ns for event in reversed(record.history.events("go"))}
     late = [e for e in record.history.events("read") if e.time_ns > used.get((e.peer, e.request, e.layer), e.time_ns)]
@@ -281,9 +292,8 @@ def _used_early(record: Record, ranks: list[RankCoverage]) -> list[Found]:
     return [
         Found(
             kind="used-before-landing",
-            text=f"{span(short)} used layers before their reads landed (the last landed {after_ns} ns after go)",
-            causes=[cause for cause in fired_at(record, "transfer") if cause.text.startswith("early-completion")]
-            or [policy_cause(decode.release, "read_barrier")],
+            text=f"{span(short)} {text} (the last landed {after_ns} ns after go)",
+            causes=causes,
         )
     ]
 

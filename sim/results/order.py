@@ -68,7 +68,7 @@ _SEEN = {
     "write": {"wrote", "settled", "write_done", "told_failed", "go", "released", "freed", "reaped", "fault_fired"},
     "read": {"read", "settled", "go", "release", "released", "freed", "reaped", "fault_fired"},
 }
-_UNPROVEN = ("early-completion:", "late-transfer:", "partial-transfer:")
+_UNPROVEN = ("early-completion", "late-transfer", "partial-transfer")
 Flow = tuple[str, str, int]
 """The prefill rank, the decode rank and the request of some landings."""
 Placed = tuple[int, Row]
@@ -120,7 +120,7 @@ class _Run:
         self.unproven = {
             (event.actor, event.peer, event.request)
             for event, fired in (history.having(FaultActed, "fault_fired") if self.rows else ())
-            if fired.fault.startswith(_UNPROVEN)
+            if fired.kind in _UNPROVEN
         }
         seen = _SEEN[plan.mode] - {moved}
         self.events: dict[str, list[Placed]] = {kind: [] for kind in seen}

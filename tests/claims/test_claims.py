@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from kvcover import RELEASES, Result, build, resolve, run, run_world
 from kvcover.sim.kernel.events import KINDS
+from kvcover.sim.results.judge import judge
 from kvcover.sim.results.story import _TOLD, story
 from kvcover.sim.simulate import record_of
 
@@ -155,6 +157,18 @@ def test_read_without_barrier_uses_layers_before_they_land() -> None:
     assert early.coverage < 1.0 == early.coverage_end
     assert "used-before-landing" in [finding.kind for finding in early.findings]
     assert (late.coverage, late.outcome) == (1.0, "ok")
+
+
+def test_early_use_is_told_where_nobody_sees_landings() -> None:
+    """A real run knows only what was there at go and what at the end."""
+    world = run_world(resolve(build({"release": "0.27.0", "mode": "read", "model": "deepseek-v3", "prompt_tokens": 4096,
+                                     "prefill": {"tp": 4}, "decode": {"tp": 4}})))[1]  # fmt: skip
+    blind = msgspec.structs.replace(record_of(world), observed=frozenset(KINDS))
+    found = judge(blind, digest=None, events=0, virtual_ns=None, seconds=0.0, replay="").findings
+    assert [finding.text for finding in found if finding.kind == "used-before-landing"] == [
+        "D0–D3 used layers before their reads landed"
+    ]
+    assert not [finding for finding in found if finding.kind == "never-read"]
 
 
 def test_findings_name_the_whole_chain() -> None:

@@ -319,6 +319,7 @@ FOUND = {
     ("0.27.0", "write", "drop:remote_tp_size"): set(),
     ("0.27.0", "write", "drop-notice:write_done,to=D1"): {"never-told", "hang"},
     ("0.33.0", "read", "fail-transfer:read"): {"transfer-failed"},
+    ("0.27.0", "read", "delay-transfer:read,ms=300"): {"used-before-landing"},
 }
 
 
