@@ -58,13 +58,25 @@ def command(result: str, request: int, causes: bool, budget: float | None) -> No
 
 def _tell_real(place: str, data: dict[str, Any], request: int, modelled: Result) -> None:
     """What a real run kept of the request, and what the model makes of it."""
-    stories = (data.get("backend") or {}).get("stories")
-    if not isinstance(stories, list) or not all(isinstance(line, str) for lines in stories for line in lines):
-        raise InputError(place, "keeps no story of its run", "write it again with `kvcover run -o FILE`")
+    import msgspec
+
+    count = len(modelled.by_request)
+    try:
+        stories = msgspec.convert((data.get("backend") or {}).get("stories"), list[list[str]])
+        outcomes = msgspec.convert(data.get("by_request"), list[str])
+    except (msgspec.ValidationError, AttributeError):
+        stories, outcomes = [], []
+    if not len(stories) == len(outcomes) == count:
+        raise InputError(place, f"keeps no story of its {count} requests", "write it again with `kvcover run -o FILE`")
     for line in stories[request]:
-        click.echo("".join(c if c.isprintable() else repr(c)[1:-1] for c in line))  # a file must not steer the terminal
-    seen, expected = data["by_request"][request], modelled.by_request[request]
-    click.echo(f"the model ends it as {expected}" + (", as seen" if seen == expected else f", and this run as {seen}"))
+        click.echo(_plain(line))
+    seen, expected = outcomes[request], modelled.by_request[request]
+    click.echo(f"the model ends it as {expected}" + (", as seen" if seen == expected else f", and this run as {_plain(seen)}"))
+
+
+def _plain(text: str) -> str:
+    """Text of a file as it may be shown: a file must not steer the terminal."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 def _read(path: str) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvcover.sim.results.result import GOOD, Result
+from kvcover.sim.results.result import GOOD, Result, failed_check
 from kvcover.sim.scenario.scenario import Expect
 
 
@@ -28,8 +28,8 @@ def disagreement(result: Result, expect: Expect | None, check: bool) -> str:
         for rank, (want, have) in enumerate(zip(wanted.by_rank, got, strict=True)):
             if have is None or abs(want - have) > 1e-9:
                 return f"expected coverage {want:.6g} at decode rank {rank}, got {have}"
-    if check and result.outcome == "ok" and (failed := _failed(result)):
-        return f"outcome is ok, but {failed}"
+    if check and (failed := failed_check(result)) is not None:
+        return f"outcome is ok, but {failed.name} failed: {failed.reason}"
     return _unexpected_race(result, wanted.race, check)
 
 
@@ -42,12 +42,6 @@ def unproven(results: list[Result]) -> str:
     if not results:
         return "nothing was run"
     return "" if used else "no request used what was transferred, so nothing was put to the test"
-
-
-def _failed(result: Result) -> str:
-    """The first check that failed, but for the one on races, which scenarios may expect."""
-    failed = (check for check in result.checks if check.verdict == "fail" and check.name != "no-race")
-    return next((f"{check.name} failed: {check.reason}" for check in failed), "")
 
 
 def _unexpected_race(result: Result, wanted: bool | None, check: bool) -> str:

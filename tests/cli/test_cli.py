@@ -115,6 +115,7 @@ NOTHING_SHOWN: list[tuple[list[str], int]] = [
     (["run", "--fault", "drop-notice:write_done", "--set", 'expect={"coverage":1.0}', "--check"], 1),
     (["run", "--fault", "drop:nokey", "--set", 'expect={"outcome":"vacuous"}'], 1),
     (["run", "--fault", "late-rank:D0,ms=3", "--check"], 1),  # the outcome is ok, and a check failed
+    (["matrix", "--prefill", "1", "--decode", "2", "--mode", "write", "--fault", "late-rank:D0,ms=3", "--check"], 1),
     (["run", "--fault", "abort:0,at=before", "--check"], 3),  # nothing moved
     (
         ["matrix", "--release", "reference", "--set", "prefill.pp=2", "--prefill", "1,2", "--decode", "1,2", "--check"],
@@ -143,6 +144,19 @@ def test_why_tells_what_a_real_run_kept(kvcover: Any, tmp_path: Path) -> None:
     code, out, err = kvcover("why", str(path))
     assert (code, err) == (0, "")
     assert out.splitlines() == ["P0 wrote \\x1b[31mred", "so: ok", "the model ends it as corrupt, and this run as ok"]
+
+
+@pytest.mark.parametrize("edited", [
+    {"by_request": None}, {"by_request": []}, {"backend": {"stories": []}}, {"backend": {"stories": [7]}}, {"backend": 3}, {"backend": None},
+])  # fmt: skip
+def test_why_refuses_an_edited_result_of_a_real_run(kvcover: Any, tmp_path: Path, edited: dict[str, Any]) -> None:
+    path = tmp_path / "real.json"
+    kvcover(*COLLAPSE, "-o", str(path))
+    whole = {"tier": "connector", "digest": None, "by_request": ["ok"], "backend": {"stories": [["so: ok"]]}}
+    path.write_text(json.dumps(json.loads(path.read_text()) | whole | edited))
+    code, out, err = kvcover("why", str(path))
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert "keeps no story of its 1 requests" in err
 
 
 def test_why_tells_the_story_of_a_result(kvcover: Any, tmp_path: Path) -> None:
