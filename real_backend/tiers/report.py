@@ -5,11 +5,15 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
+import msgspec
+
 from kvcover.real_backend.driver.race import race_of
 from kvcover.real_backend.driver.reports import RunSeen
 from kvcover.real_backend.driver.trial import Trial
 from kvcover.real_backend.machine.trees import Tree
+from kvcover.sim.results.depart import steps_of
 from kvcover.sim.results.judge import judge
+from kvcover.sim.results.keys import tell_keys
 from kvcover.sim.results.result import Result
 from kvcover.sim.results.story import story
 from kvcover.sim.simulate import replay_line
@@ -61,6 +65,10 @@ def _backend(trial: Trial, seen: RunSeen, infos: tuple[dict[str, Any], dict[str,
         },
         "race": asdict(race) if race else None,
         "stories": [story(seen.record, request.index) for request in trial.setup.requests],
+        "keys": msgspec.to_builtins(tell_keys(seen.record)),
+        "wrong_cells": msgspec.to_builtins(seen.record.wrong),
+        "tracebacks": _tracebacks(seen),
+        "events": msgspec.to_builtins(steps_of(seen.record.history.rows)),
         "log_tail": _log(seen),
     }
 
@@ -68,6 +76,16 @@ def _backend(trial: Trial, seen: RunSeen, infos: tuple[dict[str, Any], dict[str,
 def _device(infos: tuple[dict[str, Any], dict[str, Any]]) -> str:
     """The kind of device whose memory held the caches."""
     return str(infos[0].get("device", "cpu")).partition(":")[0]
+
+
+def _tracebacks(seen: RunSeen) -> list[dict[str, str]]:
+    """Every exception with its traceback: those that ended something, then those that the connector caught and logged."""
+    caught = [(each, "caught and logged") for rank in seen.ranks for each in rank.caught]
+    return [
+        {"rank": each.rank, "call": each.call, "error": each.kind, "text": each.text, "place": each.place, "effect": effect,
+         "traceback": each.traceback}
+        for each, effect in [*((each, "raised") for each in seen.raised), *caught]
+    ]  # fmt: skip
 
 
 def _log(seen: RunSeen) -> list[str]:
