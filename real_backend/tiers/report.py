@@ -11,6 +11,7 @@ from kvcover.real_backend.driver.race import race_of
 from kvcover.real_backend.driver.reports import RunSeen
 from kvcover.real_backend.driver.trial import Trial
 from kvcover.real_backend.machine.trees import Tree
+from kvcover.sim.results.chains import span
 from kvcover.sim.results.depart import steps_of
 from kvcover.sim.results.judge import judge
 from kvcover.sim.results.keys import tell_keys
@@ -90,5 +91,10 @@ def _tracebacks(seen: RunSeen) -> list[dict[str, str]]:
 
 def _log(seen: RunSeen) -> list[str]:
     lines = [f"{each.rank} {each.call}: {each.kind}: {each.text}" for each in seen.raised]
-    lines += [f"{rank.name}: {text}" for rank in seen.ranks for text in rank.warnings if "experimental" not in text]
+    told: dict[str, list[str]] = {}
+    for rank in seen.ranks:
+        for text in rank.warnings:
+            if "experimental" not in text:  # vLLM says so of every KV connector
+                told.setdefault(text, []).append(rank.name)
+    lines += [f"{span(dict.fromkeys(ranks))}: {text}" for text, ranks in told.items()]
     return lines[-_LOG_LINES:]

@@ -23,7 +23,6 @@ from kvcover.sim.errors import InputError
 
 if TYPE_CHECKING:
     from kvcover.sim.results.result import Result
-    from kvcover.sim.scenario.scenario import Scenario
 
 
 @click.command("run")
@@ -32,6 +31,7 @@ if TYPE_CHECKING:
 @click.option("--prefill", metavar="tp=N[,dp=N]", help="Size of the prefill engine.")
 @click.option("--decode", metavar="tp=N[,dp=N]", help="Size of the decode engine.")
 @click.option("--trace", metavar="FILE", help="Write every event as a timeline for Perfetto or chrome://tracing.")
+@click.option("-v", "--verbose", is_flag=True, help="Of a real run: keys that were read of its legs, wrong cells, tracebacks.")
 @causes_options
 @scenario_options
 def command(
@@ -40,6 +40,7 @@ def command(
     prefill: str | None,
     decode: str | None,
     trace: str | None,
+    verbose: bool,
     causes: bool,
     budget: float | None,
     **options: Any,
@@ -61,7 +62,7 @@ def command(
 
     check_causes(causes, budget)
     tier = load_tier(options["tier"])
-    refuse_options(tier, {"--causes": causes, "--trace": trace, "--vllm": options["vllm"]})
+    refuse_options(tier, {"--causes": causes, "--verbose": verbose, "--vllm": options["vllm"]})
     data = scenario_data(scenario, options)
     if mode is not None:
         data["mode"] = mode
@@ -70,7 +71,10 @@ def command(
             data[name] = {**data.get(name, {}), **found}
     built = build_scenario(data)
     check_output(options["output"], scenario, built.model)
-    result = tier.run(built, options["vllm"]) if trace is None else _run_traced(built, trace, scenario, options)
+    _check_trace(trace, options["output"], scenario, built.model)
+    result = tier.run(built, options["vllm"])
+    if trace is not None:
+        write_output(trace, _timeline(result), "--trace")
     if causes:
         from kvcover.sim.search.causes import explain
 
@@ -79,9 +83,11 @@ def command(
     if options["as_json"]:
         click.echo(result.to_json())
     else:
-        from kvcover.sim.results.show import show_result
+        from kvcover.sim.results.show import show_forensics, show_result
 
         show_result(result)
+        if verbose:
+            show_forensics(result)
     from kvcover.sim.results.expect import disagreement, unproven
 
     problem = disagreement(result, built.expect, options["check"])
@@ -92,15 +98,20 @@ def command(
         inconclusive(why)
 
 
-def _run_traced(built: Scenario, path: str, scenario: str | None, options: dict[str, Any]) -> Result:
-    """Run the model and write the timeline: a view of the finished history, so that a run without one pays nothing."""
-    check_output(path, scenario, built.model, option="--trace")
-    if options["output"] is not None and os.path.realpath(path) == os.path.realpath(options["output"]):
+def _check_trace(path: str | None, output: str | None, *inputs: str | None) -> None:
+    """Complain about a timeline that can't be written before the run, not after it."""
+    check_output(path, *inputs, option="--trace")
+    if path is not None and output is not None and os.path.realpath(path) == os.path.realpath(output):
         raise InputError("--trace", f"{path!r} is where -o writes", "name another file")
-    from kvcover.sim.results.trace import trace
-    from kvcover.sim.scenario.setup import resolve
-    from kvcover.sim.simulate import record_of, run_world
 
-    result, world = run_world(resolve(built))
-    write_output(path, trace(record_of(world)), "--trace")
-    return result
+
+def _timeline(result: Result) -> str:
+    """The timeline of a finished run; one of the model is played again, so that a run without one pays nothing."""
+    from kvcover.sim.results.trace import trace
+    from kvcover.sim.scenario.scenario import build
+    from kvcover.sim.scenario.setup import resolve
+    from kvcover.sim.simulate import steps_of_result
+
+    data = result.to_dict()
+    hosts = (data["backend"] or {}).get("hosts", ())
+    return trace(resolve(build(data["scenario"])), steps_of_result("--trace", data), one_clock=len(hosts) < 2)

@@ -15,45 +15,66 @@ from kvcover.sim.errors import InputError
 if TYPE_CHECKING:
     from kvcover.sim.results.result import Result
 
+if TYPE_CHECKING:
+    pass
+
 
 @click.command("why")
 @click.argument("result")
 @click.option("--request", type=int, default=0, show_default=True, metavar="N", help="Which request to tell of.")
+@click.option("--baseline", metavar="FILE", help="Another result, of any tier: name the first events that only one of both has.")
 @causes_options
-def command(result: str, request: int, causes: bool, budget: float | None) -> None:
+def command(result: str, request: int, baseline: str | None, causes: bool, budget: float | None) -> None:
     """Tell the story of one request, from the router to its outcome, with times.
 
     RESULT is a file written by `kvcover run -o`, or - for standard input. A result of a real tier tells what was seen in that
-    run, and whether the model plays the same scenario to the same end. One of the model is run again, and must give the same
-    history.
+    run, and the first events in which it departs from what the model plays. One of the model is run again, and must give the
+    same history.
     """
     check_causes(causes, budget)
-    data = _read(result)
-    scenario = data.get("scenario")
-    if not isinstance(scenario, dict):
-        raise InputError(result, "holds no scenario", "give a file written by `kvcover run -o FILE`")
+    told = _read(result)
+    other = None if baseline is None else _read(baseline)
+    for place, data in ((result, told), (baseline or "", other)):
+        if data is not None and not isinstance(data.get("scenario"), dict):
+            raise InputError(place, "holds no scenario", "give a file written by `kvcover run -o FILE`")
+    from kvcover.sim.results.depart import departures, steps_of
     from kvcover.sim.results.story import story
     from kvcover.sim.scenario.scenario import build
     from kvcover.sim.scenario.setup import resolve
-    from kvcover.sim.simulate import record_of, run_world
+    from kvcover.sim.simulate import record_of, run_world, steps_of_result
 
-    setup = resolve(build(scenario))
+    setup = resolve(build(told["scenario"]))
     if not 0 <= request < len(setup.requests):
         raise InputError("--request", f"there is no request {request}", f"use 0 to {len(setup.requests) - 1}")
-    again, world = run_world(setup)
-    if data.get("digest") is None:
-        _tell_real(result, data, request, again)
+    on_loopback = isinstance(told.get("backend"), dict) and told["backend"].get("mori") == "loopback"
+    # What a real run is compared with has the times of what it ran on.
+    again, world = run_world(resolve(build(told["scenario"] | {"fabric": "loopback"})) if on_loopback else setup)
+    if told.get("digest") is None:
+        _tell_real(result, told, request, again)
+        if "events" in told["backend"]:
+            _tell_departures(departures(steps_of_result(result, told), steps_of(world.history.rows), "the model"), "the model")
+        else:
+            click.echo("it keeps no events, which older versions did not: they are not compared with the model's")
     else:
-        if data.get("digest") != again.digest:
+        if told.get("digest") != again.digest:
             click.echo("kvcover: this version plays the scenario differently from the one that wrote the result", err=True)
         for line in story(record_of(world), request):
             click.echo(line)
+    if other is not None and baseline is not None:
+        lines = departures(steps_of_result(result, told), steps_of_result(baseline, other), baseline)
+        _tell_departures(lines, baseline)
     if causes:
         from kvcover.sim.results.show import show_findings
         from kvcover.sim.search.causes import explain
 
         show_findings(explain(setup.scenario, budget))
     sys.stdout.flush()
+
+
+def _tell_departures(lines: list[str], there: str) -> None:
+    """The first events that only this run or the other has."""
+    for line in lines or [f"the same events as {there}"]:
+        click.echo(_plain(line))
 
 
 def _tell_real(place: str, data: dict[str, Any], request: int, modelled: Result) -> None:

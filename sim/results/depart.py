@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
 
-from kvcover.sim.kernel.events import Dial, Fields, Listener, Sent, Took
+from kvcover.sim.kernel.events import Dial, Fields, Listener, Sent, Took, Why
 from kvcover.sim.kernel.history import Event, Row
 from kvcover.sim.results.story import told
 
@@ -110,4 +110,5 @@ def _keys(step: Step) -> Iterator[tuple[object, ...]]:
 
 
 def _event(step: Step) -> Event:
-    return Event(step.time_ns, step.kind, step.actor, step.peer, step.request, step.layer)
+    whom = step.peer or (step.detail if step.kind == "dial_dead" or step.kind.endswith("_sent") else "")
+    return Event(step.time_ns, step.kind, step.actor, whom, step.request, step.layer, Why(step.detail))

@@ -43,22 +43,31 @@ def never_read(sent: Mapping[str, Any], reads: LegReads) -> dict[str, Any]:
 
 
 def in_words(told: LegKeys) -> list[str]:
-    """A line for each key that was read and is absent, one for all others that were read, and one for those that were not."""
-    whose = f"{told.side}'s leg" + (f" of request {', '.join(map(str, told.requests))}" if told.requests != [0] else "")
-    absent, there = ({each.key: each for each in told.read if each.absent is missing} for missing in (True, False))
-    lines = [f"{whose}: read {absence(each)}" for key, each in absent.items() if key not in there]
-    if there:
-        lines.append(f"{whose}: read " + ", ".join(f"`{key}` ({each.place})" for key, each in there.items()))
+    """Two lines at most: what was read and is absent, with the default that was taken, and what was sent and never read."""
+    whose = told.side + (f", request {', '.join(map(str, told.requests))}" if told.requests != [0] else "")
+    absent = dict.fromkeys(absence(each) for each in told.read if each.absent)
+    lines = [f"{whose} read what was not sent: {'; '.join(absent)}"] if absent else []
     if told.never_read:
         copies = f" (unless in the copies made at {', '.join(told.copied)})" if told.copied else ""
-        lines.append(f"{whose}: sent and never read{copies}: " + ", ".join(f"{k} = {v!r}" for k, v in told.never_read.items()))
+        unread = ", ".join(f"`{key}` = {value!r}" for key, value in told.never_read.items())
+        lines.append(f"{whose} never read what was sent{copies}: {unread}")
     return lines
+
+
+def all_in_words(told: LegKeys) -> list[str]:
+    """As `in_words`, and which line read each key that was there."""
+    there: dict[str, list[str]] = {}
+    for each in told.read:
+        if not each.absent:
+            there.setdefault(each.key, []).append(each.place)
+    places = "; ".join(f"`{key}` ({', '.join(dict.fromkeys(found))})" for key, found in there.items())
+    return [*in_words(told), *([f"{told.side} read: {places}"] if there else [])]
 
 
 def absence(read: KeyRead) -> str:
     """A key that was read and not there, and what was taken instead."""
-    default = "only looked for" if read.how == "in" else "an error" if not read.default else f"default {read.default}"
-    return f"`{read.key}` ({read.place}), absent, {default}"
+    taken = f", default {read.default}" if read.default not in ("", "None") else ", an error" if read.how == "[]" else ""
+    return f"`{read.key}` ({read.place}), absent{taken}"
 
 
 _UNKNOWN = {

@@ -6,11 +6,14 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
+import msgspec
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
+from kvcover.sim.cache.wrong import WrongCells, in_words
+from kvcover.sim.results.keys import LegKeys, all_in_words
 from kvcover.sim.results.result import GOOD, MEANING, OUTCOMES, RankCoverage, Remedies, Result, raced, summarize
 
 Item = TypeVar("Item")
@@ -180,6 +183,21 @@ def show_result(result: Result) -> None:
         timers = ", ".join(f"{name} {value:g} s" for name, value in (result.backend.get("timers_s") or {}).items())
         out.print(f"mori.io: {result.backend.get('mori')}; the connector's timers: {timers or 'its own'}")
     out.print("replay: " + result.replay, soft_wrap=True)
+
+
+def show_forensics(result: Result) -> None:
+    """What a real run kept for whoever looks for the line at fault."""
+    out, backend = console(), result.backend or {}
+    for leg in msgspec.convert(backend.get("keys", []), list[LegKeys]):
+        for line in all_in_words(leg):
+            out.print(hanging("keys: ", line))
+    for cells in msgspec.convert(backend.get("wrong_cells", []), list[WrongCells]):
+        for line in [in_words(cells.kinds), *cells.first]:
+            out.print(hanging(f"{cells.rank}, request {cells.request}, wrong: ", line))
+    for each in backend.get("tracebacks", []):
+        out.print(hanging(f"{each['rank']}, {each['effect']}: ", each["traceback"].rstrip()))
+    for line in backend.get("log_tail", []):
+        out.print(hanging("log: ", line))
 
 
 def show_findings(result: Result) -> None:

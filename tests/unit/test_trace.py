@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from kvcover import build, resolve, run_world
+from kvcover.sim.results.depart import steps_of
 from kvcover.sim.results.trace import trace
-from kvcover.sim.simulate import record_of
+from kvcover.sim.world import World
 
 SCENARIOS: dict[str, dict[str, Any]] = {
     "write": {"release": "0.26.0", "prefill": {"tp": 2}, "decode": {"tp": 2}},
@@ -21,13 +22,19 @@ SCENARIOS: dict[str, dict[str, Any]] = {
     "dp": {"release": "0.33.0", "prefill": {"dp": 2}, "decode": {"dp": 2}},
     "hang": {"release": "0.27.0", "faults": ["drop-notice:write_done"]},
 }
+
+
+def timeline(world: World) -> str:
+    return trace(world.setup, steps_of(world.history.rows))
+
+
 SMALL = {"model": "layers=2,mla=64+16", "prompt_tokens": 32}
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_every_event_is_one_instant_at_its_place_and_time(name: str) -> None:
     world = run_world(resolve(build(SMALL | SCENARIOS[name])))[1]
-    entries = json.loads(trace(record_of(world)))["traceEvents"]
+    entries = json.loads(timeline(world))["traceEvents"]
     threads = {(e["pid"], e["tid"]): e["args"]["name"] for e in entries if e["name"] == "thread_name"}
     engines = {e["pid"]: e["args"]["name"].split()[0] for e in entries if e["name"] == "process_name"}
     told: Counter[tuple[int, str, str, int]] = Counter()
@@ -42,9 +49,7 @@ def test_every_event_is_one_instant_at_its_place_and_time(name: str) -> None:
 def test_spans_are_as_long_as_blocks_are_held() -> None:
     world = run_world(resolve(build(SMALL | SCENARIOS["write"])))[1]
     spans = {
-        (e["pid"], e["name"]): (e.get("ts", 0.0), e["dur"])
-        for e in json.loads(trace(record_of(world)))["traceEvents"]
-        if e["ph"] == "X"
+        (e["pid"], e["name"]): (e.get("ts", 0.0), e["dur"]) for e in json.loads(timeline(world))["traceEvents"] if e["ph"] == "X"
     }
     at = {(e.kind, e.actor): e.time_ns / 1000 for e in world.history.events("allocated", "freed", "go")}
     for pid, actor in ((1, "P"), (2, "D")):
@@ -56,7 +61,7 @@ def test_spans_are_as_long_as_blocks_are_held() -> None:
 
 def test_what_never_ends_says_so() -> None:
     world = run_world(resolve(build(SMALL | SCENARIOS["hang"])))[1]
-    names = {entry["name"] for entry in json.loads(trace(record_of(world)))["traceEvents"] if entry["ph"] == "X"}
+    names = {entry["name"] for entry in json.loads(timeline(world))["traceEvents"] if entry["ph"] == "X"}
     assert "waits for request 0, for ever" in names
 
 
@@ -75,10 +80,6 @@ def test_the_option_writes_it_and_changes_nothing_else(tmp_path: Path) -> None:
     ("args", "said"),
     [
         (("--trace", "/no/such/folder/t.json"), "--trace: can't write '/no/such/folder/t.json'"),
-        (
-            ("--trace", "t.json", "--tier", "connector"),
-            "--trace: 't.json': the connector tier keeps no virtual times; leave it out, or use --tier model",
-        ),
         (("--trace", "t.json", "-o", "t.json"), "--trace: 't.json' is where -o writes"),
     ],
 )
