@@ -15,9 +15,6 @@ from kvcover.sim.errors import InputError
 if TYPE_CHECKING:
     from kvcover.sim.results.result import Result
 
-if TYPE_CHECKING:
-    pass
-
 
 @click.command("why")
 @click.argument("result")

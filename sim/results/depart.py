@@ -30,7 +30,8 @@ _BY: dict[str, tuple[str, ...]] = {
     "dialled": ("peer",),
     "wrote": ("peer", "request", "layer"),
     "read": ("peer", "request", "layer"),
-    "transfer_failed": ("peer", "request"),
+    "transfer_failed": ("request",),
+    "crashed": (),
     "stray": (),
     "write_failed_sent": ("peer", "request"),
     "write_done_sent": ("peer", "request"),
@@ -105,7 +106,9 @@ def _compared(steps: Iterable[Step]) -> dict[tuple[object, ...], Step]:
 
 
 def _keys(step: Step) -> Iterator[tuple[object, ...]]:
-    if step.kind in _BY:
+    if step.kind == "crashed":  # a rank's exception or its engine's end are one thing
+        yield step.kind, step.actor[:1].upper()
+    elif step.kind in _BY:
         yield (step.kind, step.actor, *(getattr(step, name) for name in _BY[step.kind]))
 
 

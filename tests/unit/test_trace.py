@@ -87,3 +87,46 @@ def test_nonsense_is_refused(args: tuple[str, ...], said: str) -> None:
     done = kvcover(*args)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert said in done.stderr
+
+
+def well_formed(entries: list[dict[str, Any]]) -> list[tuple[str, str, str]]:
+    """What Perfetto needs of every entry; returns the arrows as (name, from, to), by threads' names."""
+    threads = {(e["pid"], e["tid"]): e["args"]["name"] for e in entries if e["name"] == "thread_name"}
+    ends: dict[int, dict[str, dict[str, Any]]] = {}
+    for entry in entries:
+        assert entry["ph"] in "iXMsf" and (entry["pid"], entry["tid"]) in threads
+        assert entry["ph"] == "M" or entry.get("ts", 0.0) >= 0
+        assert entry["ph"] != "X" or entry["dur"] >= 0
+        assert entry["ph"] != "i" or entry["s"] == "t"
+        if entry["ph"] in "sf":
+            assert entry["cat"] and entry["ph"] not in ends.setdefault(entry["id"], {})
+            ends[entry["id"]][entry["ph"]] = entry
+    spans = [e for e in entries if e["ph"] == "X"]
+    arrows = []
+    for both in ends.values():
+        start, finish = both["s"], both["f"]
+        assert start["name"] == finish["name"] and start.get("ts", 0.0) <= finish.get("ts", 0.0) and finish["bp"] == "e"
+        for end in (start, finish):  # each end is on a span of its thread, or nobody sees it
+            place, at = (end["pid"], end["tid"]), end.get("ts", 0.0)
+            assert any((s["pid"], s["tid"]) == place and s.get("ts", 0.0) <= at <= s.get("ts", 0.0) + s["dur"] for s in spans)
+        arrows.append((start["name"], threads[start["pid"], start["tid"]], threads[finish["pid"], finish["tid"]]))
+    return arrows
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_arrows_go_from_what_was_sent_to_where_it_arrived(name: str) -> None:
+    world = run_world(resolve(build(SMALL | SCENARIOS[name])))[1]
+    arrows = Counter(well_formed(json.loads(timeline(world))["traceEvents"]))
+    events = world.history.events
+    moved = Counter((f"layer {e.layer} of request {e.request}", e.actor, e.peer) for e in events("wrote", "read"))
+    assert {arrow: count for arrow, count in arrows.items() if arrow[0].startswith("layer")} == moved
+    for kind, what in (("blocks_ready", "blocks_ready"), ("write_done", "write_done"), ("release", "release")):
+        heard = Counter((f"{what} of request {e.request}", e.actor) for e in events(kind))
+        assert Counter((said, to) for said, _, to in arrows.elements() if said.startswith(what)) == heard
+    told = {(e.actor, e.peer) for e in events("write_done")}
+    assert {(to, by) for said, by, to in arrows if said.startswith("write_done")} == told
+
+
+def test_without_one_clock_there_are_no_arrows() -> None:
+    world = run_world(resolve(build(SMALL | SCENARIOS["write"])))[1]
+    assert well_formed(json.loads(trace(world.setup, steps_of(world.history.rows), one_clock=False))["traceEvents"]) == []
