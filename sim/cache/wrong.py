@@ -97,7 +97,9 @@ def summary(rank: str, request: int, cells: Sequence[tuple[Place, Held]], planes
         return f"{where} {said.get(found.kind, 'holds ')}{holds}{also.get(found.kind, '')}"
 
     ordered = {kind: kinds[kind] for kind in KINDS if kinds[kind]}
-    return WrongCells(rank, request, ordered, [words(*each) for each in cells[:FEW]])
+    first_of_kind = {found.kind: number for number, (_, found) in reversed(list(enumerate(cells)))}.values()
+    few = sorted(list(dict.fromkeys([*sorted(first_of_kind), *range(len(cells))]))[:FEW])
+    return WrongCells(rank, request, ordered, [words(*cells[number]) for number in few])
 
 
 def in_words(kinds: Mapping[str, int]) -> str:

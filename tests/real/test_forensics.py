@@ -143,15 +143,24 @@ def test_an_exception_of_the_connector_is_kept_whole_and_its_line_is_told() -> N
 
 
 @vllm
-def test_wrong_cells_say_what_they_hold() -> None:
-    """P TP2 writes whole blocks of its heads into the one rank of decode, which takes them for others."""
+@pytest.mark.parametrize(
+    ("fields", "kinds"),
+    [
+        ({"prefill": {"layout": "interleaved"}, "decode": {}}, {"plane", "block"}),  # whole blocks, of K or V
+        ({"prefill": {"tp": 4}, "decode": {"tp": 2}}, {"mixed", "partial"}),  # of half as many heads each
+    ],
+)
+def test_wrong_cells_are_all_counted_and_say_what_they_hold(fields: dict[str, Any], kinds: set[str]) -> None:
     needs("0.27.0")
-    model = "layers=2,kv_heads=8,head_dim=8"
-    result = connector_tier.run(build({"release": "0.27.0", "model": model, "prefill": {"layout": "interleaved"}, "decode": {}}))
-    if not result.wrong:
-        pytest.skip("nothing was wrong")
-    (cells,) = backend(result)["wrong_cells"]
-    assert sum(cells["kinds"].values()) == round(result.wrong * 2 * 2 * 8 * result.scenario_blocks())
+    result = connector_tier.run(build({"release": "0.27.0", "model": "layers=2,kv_heads=8,head_dim=8", **fields}))
+    setup = resolve(build(result.scenario or {}))
+    cells = setup.decode.needed(setup.requests[0])
+    assert result.wrong > 0
+    for rank, told in zip((rank for rank in result.by_rank if rank.wrong), backend(result)["wrong_cells"], strict=True):
+        assert told["rank"] == f"D{rank.tp}" and sum(told["kinds"].values()) == round((rank.wrong or 0) * cells)
+        assert set(told["kinds"]) <= kinds and all(" holds" in line for line in told["first"])
+    (finding,) = (each for each in result.findings if each.kind == "wrong-content")
+    assert backend(result)["wrong_cells"][0]["first"][0] in finding.text
 
 
 @vllm

@@ -128,3 +128,15 @@ def test_a_latent_has_no_plane_and_no_head_to_name_and_few_cells_are_told() -> N
     found = summary("D1", 0, cells.wrong([view], 0, range(3, 9)), 1, 1)
     assert found.kinds == {"block": 6}
     assert len(found.first) == 4 and found.first[0] == "D1 layer 0 block 0 holds block 1"
+
+
+def test_the_first_of_each_kind_is_told_before_more_of_one() -> None:
+    def change(cells: Cells, view: LayerView) -> None:
+        for block, position in ((3, 0), (4, 1)):
+            for slot in (0, 1):
+                view[0, block, :, slot, :] = cells.identity(0, position, (0, 0, 0))
+        view[1, 4, :, 1, :] = cells.identity(0, 1, (0, 0, 3))
+
+    found = told(change)
+    assert found.kinds == {"head": 4, "plane": 1} or found.kinds == {"plane": 1, "head": 4}
+    assert sum(" holds K head" in line for line in found.first) == 1 and len(found.first) == 4
