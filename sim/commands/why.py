@@ -51,7 +51,7 @@ def command(result: str, request: int, baseline: str | None, causes: bool, budge
         if "events" in told["backend"]:
             _tell_departures(departures(steps_of_result(result, told), steps_of(world.history.rows), "the model"), "the model")
         else:
-            click.echo("it keeps no events, which older versions did not: they are not compared with the model's")
+            click.echo("it keeps no events that could be compared with the model's")
     else:
         if told.get("digest") != again.digest:
             click.echo("kvcover: this version plays the scenario differently from the one that wrote the result", err=True)

@@ -9,7 +9,7 @@ import msgspec
 
 from kvcover.sim.errors import PeerRefusal
 from kvcover.sim.releases.records import ConnectorRelease
-from kvcover.sim.results.chains import Cause, Lever, policy_cause
+from kvcover.sim.results.chains import Cause, Lever, policy_cause, span
 from kvcover.sim.results.record import KeyRead, LegReads, Record
 
 SIZES = ("remote_tp_size", "tp_size")
@@ -44,7 +44,7 @@ def never_read(sent: Mapping[str, Any], reads: LegReads) -> dict[str, Any]:
 
 def in_words(told: LegKeys) -> list[str]:
     """Two lines at most: what was read and is absent, with the default that was taken, and what was sent and never read."""
-    whose = told.side + (f", request {', '.join(map(str, told.requests))}" if told.requests != [0] else "")
+    whose = told.side + (f", request {span(map(str, told.requests))}" if told.requests != [0] else "")
     absent = dict.fromkeys(absence(each) for each in told.read if each.absent)
     lines = [f"{whose} read what was not sent: {'; '.join(absent)}"] if absent else []
     if told.never_read:

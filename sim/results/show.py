@@ -188,7 +188,10 @@ def show_result(result: Result) -> None:
 def show_forensics(result: Result) -> None:
     """What a real run kept for whoever looks for the line at fault."""
     out, backend = console(), result.backend or {}
-    for leg in msgspec.convert(backend.get("keys", []), list[LegKeys]):
+    legs = msgspec.convert(backend.get("keys", []), list[LegKeys])
+    if not legs:
+        out.print("keys: nobody saw which were read")
+    for leg in legs:
         for line in all_in_words(leg):
             out.print(hanging("keys: ", line))
     for cells in msgspec.convert(backend.get("wrong_cells", []), list[WrongCells]):
