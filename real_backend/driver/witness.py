@@ -31,6 +31,8 @@ OBSERVED = frozenset(
 
 A message to a port that nobody ever bound is seen to be undelivered; one to a listener that hears no more is not.
 """
+SEEN_BY_SCHEDULERS = frozenset(("blocks_ready_sent",))
+_LAST_STEP_S = 2.0
 NOBODY = ""
 """Who wrote what is there: a rank that can't be asked any more."""
 
@@ -61,7 +63,8 @@ def conclude(evidence: Evidence, seconds: float, event_faults: tuple[int, ...]) 
     at_end = {request.index: _at_end(evidence, request) for request in trial.setup.requests}
     reports = {child.name: _ask(child, RankReport(child.name, last_step=KILLED), "report") for child in children}
     reports |= {name: reports[name].after(before) for name, before in evidence.past.items()}
-    schedulers = (*evidence.past_schedulers, *_scheduler_reports(evidence))
+    asked = _scheduler_reports(evidence)
+    schedulers = (*evidence.past_schedulers, *asked)
     nothing: list[Escaped] = []
     of_threads = [raised for child in children for raised in _ask(child, nothing, "raised")]
     stray = {child.name: _ask(child, 0, "stray") for child in children}
@@ -79,6 +82,7 @@ def conclude(evidence: Evidence, seconds: float, event_faults: tuple[int, ...]) 
     record = _record(
         trial, rows, courses, ends, event_faults,
         legs=evidence.legs, stray=sum(stray.values()), reads=_reads(schedulers, engines), wrong=wrong,
+        observed=OBSERVED if len(asked) == len(evidence.schedulers) else OBSERVED - SEEN_BY_SCHEDULERS,
     )  # fmt: skip
     raised = [raised for engine in engines.values() for raised in engine.raised]
     return RunSeen(record, tuple(reports.values()), (*raised, *of_threads), stalled, seconds, schedulers)
@@ -98,7 +102,7 @@ def not_started(trial: Trial, raised: list[Escaped], missing: list[str], seconds
         )
         for request in setup.requests
     )  # fmt: skip
-    record = _record(trial, rows, tuple(courses), tuple(ends), event_faults, legs={}, stray=None)
+    record = _record(trial, rows, tuple(courses), tuple(ends), event_faults, legs={}, stray=None, observed=OBSERVED)
     return RunSeen(record, (), tuple(raised), tuple(missing), seconds)
 
 
@@ -119,7 +123,6 @@ def _record(
         courses=courses,
         engines=engines,
         fired=fired,
-        observed=OBSERVED,
         **seen,
     )
 
@@ -145,8 +148,12 @@ def _history(rows: list[Row]) -> History:
 
 def _scheduler_reports(evidence: Evidence) -> list[SchedulerReport]:
     """What the schedulers saw; nothing of one whose engine's thread may still be talking to it."""
-    asked = [child for key, child in evidence.schedulers.items() if not evidence.engines[key].is_alive()]
-    return [report for child in asked if (report := child.last_words()) is not None]
+    reports = []
+    for key, scheduler in evidence.schedulers.items():
+        evidence.engines[key].join(_LAST_STEP_S)
+        if not evidence.engines[key].is_alive() and (report := scheduler.last_words()) is not None:
+            reports.append(report)
+    return reports
 
 
 def _reads(schedulers: Iterable[SchedulerReport], engines: Mapping[EngineKey, EngineLoop]) -> dict[tuple[int, str], LegReads]:

@@ -23,6 +23,8 @@ from kvcover.sim.errors import InputError
 
 if TYPE_CHECKING:
     from kvcover.sim.results.result import Result
+    from kvcover.sim.scenario.scenario import Scenario
+    from kvcover.sim.tiers import Tier
 
 
 @click.command("run")
@@ -72,9 +74,7 @@ def command(
     built = build_scenario(data)
     check_output(options["output"], scenario, built.model)
     _check_trace(trace, options["output"], scenario, built.model)
-    result = tier.run(built, options["vllm"])
-    if trace is not None:
-        write_output(trace, _timeline(result), "--trace")
+    result = tier.run(built, options["vllm"]) if trace is None else _run_traced(tier, built, trace, options["vllm"])
     if causes:
         from kvcover.sim.search.causes import explain
 
@@ -105,13 +105,19 @@ def _check_trace(path: str | None, output: str | None, *inputs: str | None) -> N
         raise InputError("--trace", f"{path!r} is where -o writes", "name another file")
 
 
-def _timeline(result: Result) -> str:
-    """The timeline of a finished run; one of the model is played again, so that a run without one pays nothing."""
+def _run_traced(tier: Tier, built: Scenario, path: str, vllm: str | None) -> Result:
+    """Run and write the timeline: a view of the finished history, so that a run without one pays nothing."""
+    from kvcover.sim.results.depart import steps_of
     from kvcover.sim.results.trace import trace
-    from kvcover.sim.scenario.scenario import build
     from kvcover.sim.scenario.setup import resolve
-    from kvcover.sim.simulate import steps_of_result
+    from kvcover.sim.simulate import run_world, steps_of_result
 
-    data = result.to_dict()
-    hosts = (data["backend"] or {}).get("hosts", ())
-    return trace(resolve(build(data["scenario"])), steps_of_result("--trace", data), one_clock=len(hosts) < 2)
+    if tier.can.virtual_time:
+        result, world = run_world(resolve(built))
+        steps, hosts = steps_of(world.history.rows), {}
+    else:
+        result = tier.run(built, vllm)
+        data = result.to_dict()
+        steps, hosts = steps_of_result("--trace", data), data["backend"].get("hosts", {})
+    write_output(path, trace(resolve(built), steps, one_clock=len(hosts) < 2), "--trace")
+    return result

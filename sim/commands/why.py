@@ -70,7 +70,7 @@ def command(result: str, request: int, baseline: str | None, causes: bool, budge
 
 def _tell_departures(lines: list[str], there: str) -> None:
     """The first events that only this run or the other has."""
-    for line in lines or [f"the same events as {there}"]:
+    for line in lines or [f"the same events as {there}, whatever their order and number"]:
         click.echo(_plain(line))
 
 

@@ -49,16 +49,18 @@ class _Event(msgspec.Struct, frozen=True, omit_defaults=True):
 def trace(setup: Setup, steps: Sequence[Step], one_clock: bool = True) -> str:
     """The timeline of a finished run as JSON. Without `one_clock` ranks have clocks of their own, and there are no arrows."""
     places: dict[str, Place] = {"router": (0, 0)}
-    titles = {"router": "router"}
+    titles, processes = {"router": "router"}, {}
     pid = 0
     for me in (setup.prefill, setup.decode):
         for dp in range(me.dp):
             pid += 1
-            name = me.engine_name(dp)
-            titles[name] = f"{name} ({'prefill' if me.letter == 'P' else 'decode'}, vLLM {me.release.name})"
+            name, role = me.engine_name(dp), "prefill" if me.letter == "P" else "decode"
+            titles[name] = f"{name} ({role}, vLLM {me.release.name})"
+            processes[f"{role} scheduler {dp}"] = name  # as its exceptions are reported
             places[name] = (pid, 0)
             places |= {me.rank_name(dp, tp): (pid, tp + 1) for tp in range(me.tp)}
-    known = [step for step in steps if step.actor in places]
+    named = [msgspec.structs.replace(step, actor=processes.get(step.actor, step.actor)) for step in steps]
+    known = [step for step in named if step.actor in places]
     events = [*_names(titles, places), *_instants(known, places), *_spans(known, places), *_batches(known, places)]
     if one_clock:
         events += _arrows(known, places)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from kvcover import build, resolve, run_world
-from kvcover.sim.results.depart import steps_of
+from kvcover.sim.results.depart import Step, steps_of
 from kvcover.sim.results.trace import trace
 from kvcover.sim.world import World
 
@@ -130,3 +130,11 @@ def test_arrows_go_from_what_was_sent_to_where_it_arrived(name: str) -> None:
 def test_without_one_clock_there_are_no_arrows() -> None:
     world = run_world(resolve(build(SMALL | SCENARIOS["write"])))[1]
     assert well_formed(json.loads(trace(world.setup, steps_of(world.history.rows), one_clock=False))["traceEvents"]) == []
+
+
+def test_a_scheduler_that_dies_in_a_real_run_is_on_its_engines_track() -> None:
+    setup = resolve(build(SMALL | SCENARIOS["write"]))
+    entries = json.loads(trace(setup, [Step(5000, "crashed", "decode scheduler 0", detail="KeyError: 3")]))["traceEvents"]
+    (crash,) = (entry for entry in entries if entry["ph"] == "i")
+    engines = {e["pid"]: e["args"]["name"].split()[0] for e in entries if e["name"] == "process_name"}
+    assert (engines[crash["pid"]], crash["ts"], crash["args"]["detail"]) == ("D", 5.0, "KeyError: 3")
