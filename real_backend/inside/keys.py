@@ -13,9 +13,9 @@ from pathlib import Path
 from types import CodeType
 from typing import Any
 
+from kvcover.real_backend.inside.raising import CONNECTOR
 from kvcover.sim.results.record import KeyRead, LegReads
 
-_CONNECTOR = "/kv_connector/v1/moriio/"
 _NONE: Any = object()
 
 
@@ -31,7 +31,7 @@ class Notes:
     def read(self, how: str, keys: Mapping[str, bool], default: Any = _NONE) -> None:
         """The caller's caller asked for these keys, each absent or not, and would take `default`."""
         frame = sys._getframe(2)
-        if _CONNECTOR not in frame.f_code.co_filename or self._copying == (frame.f_code, frame.f_lasti):
+        if CONNECTOR not in frame.f_code.co_filename or self._copying == (frame.f_code, frame.f_lasti):
             return
         path, line = frame.f_code.co_filename, frame.f_lineno
         taken = "" if default is _NONE else repr(default)
@@ -45,7 +45,7 @@ class Notes:
         """The caller's caller asked for all names. If the same instruction goes on to read every value, it makes a copy."""
         frame = sys._getframe(2)
         self._copying = (frame.f_code, frame.f_lasti)
-        if _CONNECTOR in frame.f_code.co_filename:
+        if CONNECTOR in frame.f_code.co_filename:
             place = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
             self._copies[place] = self._copies.get(place, 0) + 1
 

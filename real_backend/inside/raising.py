@@ -11,6 +11,9 @@ from types import ModuleType
 
 from kvcover.real_backend.driver.reports import Escaped
 
+CONNECTOR = "/kv_connector/v1/moriio/"
+"""In the path of every file of the connector, and of nothing else: the stand-in for `mori.io` lies in a `moriio` too."""
+
 
 def raised_by(name: str, error: BaseException) -> Escaped:
     """Say which call on the connector let an exception out: the outermost frame in the connector's module.
@@ -27,7 +30,7 @@ def raised_by(name: str, error: BaseException) -> Escaped:
 
 def escaped(name: str, call: str, error: BaseException) -> Escaped:
     """An exception as it is reported: with its whole traceback, and the innermost line of the connector in it."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "moriio" in frame.filename]
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if CONNECTOR in frame.filename]
     place = f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
     whole = "".join(traceback.format_exception(error))
     return Escaped(name, call, type(error).__name__, str(error), "", what_is_broken(error), place, whole)

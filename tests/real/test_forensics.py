@@ -29,7 +29,8 @@ GOOD = [(release, mode) for release in ("0.24.0", "0.27.0", "0.33.0") for mode i
 def test_an_exception_keeps_its_traceback_and_the_innermost_line_of_the_connector() -> None:
     space: dict[str, Any] = {}
     name = "/x/vllm/distributed/kv_transfer/kv_connector/v1/moriio/moriio_engine.py"
-    exec(compile("def outer():\n    inner()\n\ndef inner():\n    {}['x']\n", name, "exec"), space)
+    exec(compile("def outer():\n    inner()\n\ndef inner():\n    below()\n", name, "exec"), space)
+    exec(compile("def below():\n    {}['x']\n", "/x/kvcover/real_backend/moriio/loopback/mori/io.py", "exec"), space)
     try:
         space["outer"]()
     except KeyError as error:
