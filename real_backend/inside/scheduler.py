@@ -70,15 +70,14 @@ class SchedulerSide:
     def __init__(self, trial: Trial, config: EngineConfig, ports: dict[Role, Ports]) -> None:
         self._endpoint = trial.endpoint(config.role)
         self._kv_cache = config.kv_cache
-        name = self._endpoint.letter + (str(config.dp_rank) if self._endpoint.dp > 1 else "")
-        self._injection = Injection(trial, config.role, config.dp_rank, name, ports)
+        self._name = self._endpoint.engine_name(config.dp_rank)
+        self._injection = Injection(trial, config.role, config.dp_rank, self._name, ports)
         self._injection.wrap_sockets()
         refuse_states(trial, config)
         self._connector = connector_class()(config.vllm, connector_role("SCHEDULER"), config.kv_cache)
         self._requests: dict[str, Any] = {}
         self._blocks: dict[str, BlockTables] = {}
         self._legs: dict[str, WatchedLeg] = {}
-        self._name = name
         self._sync_loads: set[str] = set()
         utils = importlib.import_module("vllm.distributed.kv_transfer.kv_connector.utils")
         self._aggregator = utils.KVOutputAggregator(self._endpoint.tp)

@@ -80,6 +80,7 @@ def test_the_option_writes_it_and_changes_nothing_else(tmp_path: Path) -> None:
     ("args", "said"),
     [
         (("--trace", "/no/such/folder/t.json"), "--trace: can't write '/no/such/folder/t.json'"),
+        (("-v",), "--verbose: the model tier looks into no connector; leave it out, or use --tier connector or hardware"),
         (("--trace", "t.json", "-o", "t.json"), "--trace: 't.json' is where -o writes"),
     ],
 )
