@@ -53,6 +53,10 @@ class Notes:
         """A copy was found, and is watched as well."""
         self._followed += 1
 
+    def left(self) -> None:
+        """A copy leaves the process, where nobody sees who reads it."""
+        self._copies["a pickle"] = self._copies.get("a pickle", 0) + 1
+
     def report(self) -> LegReads:
         """What was read so far; copies that were made and not found again may have been read unseen."""
         lost = sum(self._copies.values()) > self._followed
@@ -118,6 +122,7 @@ class WatchedLeg(dict[str, Any]):
         return made if made is NotImplemented else WatchedLeg(made, self.notes)
 
     def __reduce__(self) -> tuple[Any, ...]:
+        self.notes.left()
         return dict, (_plain(self),)
 
 

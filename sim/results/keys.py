@@ -48,7 +48,7 @@ def in_words(told: LegKeys) -> list[str]:
     absent = dict.fromkeys(absence(each) for each in told.read if each.absent)
     lines = [f"{whose} read what was not sent: {'; '.join(absent)}"] if absent else []
     if told.never_read:
-        copies = f" (unless in the copies made at {', '.join(told.copied)})" if told.copied else ""
+        copies = f" (unless in the copies made: {', '.join(told.copied)})" if told.copied else ""
         unread = ", ".join(f"`{key}` = {value!r}" for key, value in told.never_read.items())
         lines.append(f"{whose} never read what was sent{copies}: {unread}")
     return lines
@@ -151,6 +151,6 @@ def _reads_as_causes(side: str, leg: Mapping[str, Any], found: list[KeyRead], th
 
 
 def _unread_causes(side: str, leg: Mapping[str, Any], reads: LegReads) -> list[Cause]:
-    unless = f", unless in the copies made at {', '.join(reads.copied)}" if reads.copied else ""
+    unless = f", unless in the copies made: {', '.join(reads.copied)}" if reads.copied else ""
     unread = never_read(leg, reads)
     return [Cause(f"`{key}` = {unread[key]!r} was sent to {side} and never read{unless}") for key in SIZES if key in unread]

@@ -91,6 +91,12 @@ def test_copies_that_the_connector_keeps_are_watched_and_others_are_said() -> No
     assert watched.notes.report().copied == () and seen(watched) == [("b", 3, "[]", False, "")]
 
 
+def test_a_copy_that_goes_to_another_process_is_said() -> None:
+    watched = leg(a=5)
+    pickle.dumps([watched])
+    assert watched.notes.report().copied == ("a pickle",)
+
+
 def test_a_copy_and_a_read_of_one_line_are_told_apart() -> None:
     watched = leg(a=5)
     connector("return dict(params)['a'] + params['a']")(watched)
@@ -169,10 +175,10 @@ def test_where_copies_were_lost_nothing_is_said_to_be_never_read_for_sure() -> N
     reads = LegReads((read("tp_size", 476, absent=True, default="1"),), ("moriio_connector.py:9",))
     record = as_real("0.26.0", reads)
     assert causes(record)[1] == (
-        "`remote_tp_size` = 2 was sent to prefill and never read, unless in the copies made at moriio_connector.py:9"
+        "`remote_tp_size` = 2 was sent to prefill and never read, unless in the copies made: moriio_connector.py:9"
     )
     (told,) = tell_keys(record)
-    assert "unless in the copies made at moriio_connector.py:9" in all_in_words(told)[1]
+    assert "unless in the copies made: moriio_connector.py:9" in all_in_words(told)[1]
 
 
 def test_without_reads_a_policy_is_blamed_as_modelled() -> None:
