@@ -28,6 +28,8 @@ def dial_causes(record: Record, request: int, meant: bool | None) -> list[Cause]
     Which TP rank they meant nobody sees in a real run (None); there it is the size, if that was seen to be misread.
     """
     side, me, peer = initiator(record)
+    if request < 0:  # a handshake is for all requests, and came of the first leg that says something else than what is
+        request = next((course.index for course in record.courses if misread(record, side, course.index)), 0)
     params, sizes = record.leg(side, request), misread(record, side, request)
     blameless = meant or (meant is None and sizes and (request, side) in record.reads)
     causes = [] if blameless else [policy_cause(me.release, "write_map" if me.letter == "P" else "read_map")]

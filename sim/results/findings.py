@@ -179,10 +179,11 @@ def _wrong_content(record: Record, ranks: list[RankCoverage]) -> list[Found]:
     wrong = [decode.rank_name(r.dp, r.tp) for r in ranks if r.wrong]
     if not wrong or all(course.at_go is None for course in record.courses):
         return []
+    used = [cells for cells in record.wrong if record.courses[cells.request].at_go is not None]
     kinds: Counter[str] = Counter()
-    for cells in record.wrong:
+    for cells in used:
         kinds.update(cells.kinds)
-    first = next((text for cells in record.wrong for text in cells.first), "")
+    first = next((text for cells in used for text in cells.first), "")
     told = f": {in_words(kinds)}; {first}" if kinds else ""
     text = f"{span(wrong)} used cells that hold something else{told}"
     return [Found(kind="wrong-content", text=text, causes=content_causes(record, wrong))]

@@ -41,7 +41,7 @@ def wrong_dials(record: Record) -> list[Found]:
         meant = span(dict.fromkeys(meant for _, meant in pairs))
         elsewhere = peers[reached_name][0].me is not peer
         shared = Cause("both engines have ports of one range on one host")
-        causes = [shared] if elsewhere else dial_causes(record, max(requests[reached_name], 0), all_meant[reached_name])
+        causes = [shared] if elsewhere else dial_causes(record, requests[reached_name], all_meant[reached_name])
         findings.append(
             Found(
                 kind="wrong-peer",
@@ -73,7 +73,7 @@ def dead_dials(record: Record) -> list[Found]:
     meant: bool | None = True
     for event, dial in dead:
         meant = _meant(dial, intended_peers(record.setup, record.ranks()[event.actor][1]), meant)
-    causes = [] if late else dial_causes(record, max(first.request, 0), meant)
+    causes = [] if late else dial_causes(record, first.request, meant)
     return [
         Found(
             kind="dead-port",

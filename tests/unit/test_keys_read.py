@@ -171,6 +171,18 @@ def test_a_size_that_the_router_sent_wrong_is_said_with_its_line() -> None:
     assert causes(record) == ["prefill read `remote_tp_size` = 1 (moriio_common.py:485)"]
 
 
+def test_a_handshake_that_a_later_request_led_elsewhere_is_blamed_on_its_leg() -> None:
+    reads = LegReads((read("remote_tp_size", 485),))
+    fields = {"requests": 2, "faults": ["set:remote_tp_size=1@prefill#1"]}
+    record = as_real("0.27.0", reads, **fields)
+    history = History()
+    history.rows = [(*row[:4], -1, *row[5:]) if row[1] == "dialled" else row for row in record.history.rows]
+    record = msgspec.structs.replace(record, history=history, reads={(0, "prefill"): reads, (1, "prefill"): reads})
+    rows = history.rows_of("dialled")
+    history.rows = [*history.rows, (rows[-1][0], "dialled", "P1", "D0", -1, -1, rows[0][6])]
+    assert causes(record) == ["prefill read `remote_tp_size` = 1 (moriio_common.py:485)"]
+
+
 def test_where_copies_were_lost_nothing_is_said_to_be_never_read_for_sure() -> None:
     reads = LegReads((read("tp_size", 476, absent=True, default="1"),), ("moriio_connector.py:9",))
     record = as_real("0.26.0", reads)
