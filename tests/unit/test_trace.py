@@ -139,3 +139,11 @@ def test_a_scheduler_that_dies_in_a_real_run_is_on_its_engines_track() -> None:
     (crash,) = (entry for entry in entries if entry["ph"] == "i")
     engines = {e["pid"]: e["args"]["name"].split()[0] for e in entries if e["name"] == "process_name"}
     assert (engines[crash["pid"]], crash["ts"], crash["args"]["detail"]) == ("D", 5.0, "KeyError: 3")
+
+
+def test_two_messages_of_one_rank_are_two_arrows_in_their_order() -> None:
+    steps = [Step(at, "write_done_sent", "P0", "D0", 0) for at in (1000, 2000)]
+    steps += [Step(at, "write_done", "D0", "P0", 0) for at in (5000, 6000)]
+    entries = json.loads(trace(resolve(build(SMALL | SCENARIOS["write"])), steps))["traceEvents"]
+    assert len(well_formed(entries)) == 2
+    assert [e["ts"] for e in entries if e["ph"] in "sf"] == [1.0, 5.0, 2.0, 6.0]
