@@ -15,7 +15,7 @@ from kvcover.sim.commands.matrix import _tp_list
 from kvcover.sim.commands.options import (
     build_scenario,
     check_output,
-    inconclusive,
+    conclude,
     scenario_data,
     scenario_options,
     sizes,
@@ -67,11 +67,8 @@ def explore(**options: Any) -> None:
     rate = summary.runs / max(summary.seconds, 1e-9)
     click.echo(f"{summary.runs} runs in {summary.seconds:.1f} s, {rate:.0f}/s", err=True)
     _report(summary, tier, options)
-    if options["check"] and summary.failures:
-        click.echo(f"kvcover: check failed: {summary.failures} of {summary.runs} runs are not as they should be", err=True)
-        sys.exit(1)
-    if options["check"] and not summary.outcomes.get("ok"):
-        inconclusive(f"none of {summary.runs} runs was ok")
+    if options["check"]:
+        conclude(summary.verdict)
 
 
 def _run_jobs(jobs: Iterator[Work], total: int, options: dict[str, Any]) -> Exploration:
