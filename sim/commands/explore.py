@@ -68,7 +68,7 @@ def explore(**options: Any) -> None:
     click.echo(f"{summary.runs} runs in {summary.seconds:.1f} s, {rate:.0f}/s", err=True)
     _report(summary, tier, options)
     if options["check"]:
-        conclude(summary.verdict)
+        conclude(summary.verdict(whole=options["grid"] is not None))
 
 
 def _run_jobs(jobs: Iterator[Work], total: int, options: dict[str, Any]) -> Exploration:
@@ -133,6 +133,8 @@ def _pins(options: dict[str, Any], tier: Tier) -> dict[str, Any]:
     for name in ("prefill", "decode"):
         if found := sizes(f"--{name}", options[name]):
             pins[name] = {**(pins.get(name) or {}), **found}
+    if "expect" in pins:
+        raise InputError("expect", "what seeds draw has no single expectation", "leave it out")
     check_pins(pins)
     return pinned(tier, pins, options["vllm"])
 
@@ -142,7 +144,7 @@ def _seed_jobs(options: dict[str, Any], tier: Tier) -> tuple[Iterator[Work], int
     from kvcover.sim.search.explore import seed_jobs
     from kvcover.sim.search.swarm import Swarm, swarm_of
 
-    names = [name.strip() for name in options["features"].split(",")] if options["features"] else None
+    names = None if options["features"] is None else [name.strip() for name in options["features"].split(",")]
     swarm = swarm_of(_pins(options, tier), names, not options["lite"], not options["no_faults"])
     able = tier.can.features
     if able is not None and not names:
@@ -274,6 +276,8 @@ def _as_json(summary: Exploration, groups: list[FailureGroup], paths: list[str],
 
 
 def _make_folder(path: str) -> None:
+    if not path:
+        raise InputError("--out", "'' names no folder", "use --out . for this one")
     try:
         Path(path).mkdir(parents=True, exist_ok=True)
     except OSError as error:
