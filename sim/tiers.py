@@ -85,6 +85,11 @@ class Tier(ABC):
     def fit(self, draft: dict[str, Any]) -> None:  # noqa: B027 - not abstract: most of what is drawn fits as it is
         """Round a drafted scenario, in place, to what this tier can do, as far as that leaves it the same kind of scenario."""
 
+    def release_of(self, vllm: str) -> str | None:
+        """The release that `--vllm` names here; None if nothing says which it is. Raises TierError if it is not there."""
+        refuse_options(self, {"--vllm": vllm})
+        return None
+
     def refuse_undeclared(self, scenario: Scenario, vllm: str | None = None) -> None:
         """Raise TierError for a fault, InputError for a vLLM, that this tier does not declare. Looks at no machine."""
         refuse_options(self, {"--vllm": vllm})

@@ -56,6 +56,10 @@ class ConnectorTier(Tier):
     def fit(self, draft: dict[str, Any]) -> None:
         fit(draft)
 
+    def release_of(self, vllm: str) -> str | None:
+        prefill, decode = choose(vllm, NEWEST, None)
+        return prefill.release if prefill.release == decode.release else None
+
     def _check(self, scenario: Scenario, vllm: str | None) -> None:
         _group([scenario], [vllm])
 

@@ -12,15 +12,18 @@ from kvcover.sim.results.regress import Change, change
 from kvcover.sim.results.result import Result
 
 Verdict = Literal["pass", "fail", "inconclusive", "skipped"]
-Alone = Callable[[Result], tuple[Verdict, str]]
+Alone = Callable[[str, Result], tuple[Verdict, str]]
 
 
 class Cell(msgspec.Struct, frozen=True, kw_only=True):
-    """One run and its verdict. `better` says what it does better than the baseline, `as_before` that it is bad in both."""
+    """One run and its verdict. `details` are all reasons, of which `reason` names the first, `better` what it does better than
+    the baseline; `as_before` says that it is bad in both.
+    """
 
     name: str
     verdict: Verdict
     reason: str = ""
+    details: tuple[str, ...] = ()
     better: tuple[str, ...] = ()
     as_before: bool = False
     seconds: float = 0.0
@@ -68,6 +71,12 @@ def _told(cells: Sequence[Cell], count: int) -> str:
     return f"{len(cells)} of {count}{': ' if len(cells) == 1 else ', first '}{first.name}: {first.reason}"
 
 
+def first_of(texts: Sequence[str]) -> str:
+    """The first two, and how many more there are."""
+    more = f"; and {len(texts) - 2} more" if len(texts) > 2 else ""
+    return "; ".join(texts[:2]) + more
+
+
 def _cell(name: str, result: Result | TierError, baseline: Mapping[str, Result | TierError] | None, alone: Alone) -> Cell:
     if isinstance(result, TierError):
         return Cell(name=name, verdict="inconclusive", reason=f"could not be run: {result}")
@@ -75,16 +84,17 @@ def _cell(name: str, result: Result | TierError, baseline: Mapping[str, Result |
     if isinstance(before, TierError):
         verdict, reason, found = "inconclusive", f"the baseline could not be run: {before}", Change()
     elif before is None:
-        (verdict, reason), found = alone(result), Change()
+        (verdict, reason), found = alone(name, result), Change()
     else:
         found = change(before, result)
         verdict = "fail" if found.worse else "inconclusive" if found.unclear else "pass"
-        reason = "; ".join(found.worse or found.unclear)
-    bad = verdict == "pass" and before is not None and alone(result)[0] != "pass"
+        reason = first_of(found.worse or found.unclear)
+    bad = verdict == "pass" and before is not None and alone(name, result)[0] != "pass"
     return Cell(
         name=name,
         verdict=verdict,
         reason=reason,
+        details=found.worse + found.unclear,
         better=found.better,
         as_before=bad,
         seconds=result.seconds,

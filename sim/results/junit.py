@@ -36,7 +36,7 @@ def _add(suite: ET.Element, group: str, cell: Cell) -> None:
         inner = ET.SubElement(case, _TAGS[cell.verdict], {"message": _plain(cell.reason)})
         if cell.verdict == "inconclusive":
             inner.set("type", "inconclusive")
-        inner.text = _plain("\n".join(part for part in (cell.reason, cell.replay) if part))
+        inner.text = _plain("\n".join(part for part in (*(cell.details or (cell.reason,)), cell.replay) if part))
     notes = ["as bad as in the baseline"] if cell.as_before else []
     notes += [f"better than the baseline: {text}" for text in cell.better]
     if notes:

@@ -12,6 +12,7 @@ import msgspec
 
 from kvcover.sim.errors import InputError, short
 from kvcover.sim.results.result import GOOD, OUTCOMES, RankCoverage, Result
+from kvcover.sim.scenario.scenario import Scenario
 
 _EPSILON = 1e-9
 _SETS = ("written", "told", "prefill_told", "prefill_released")
@@ -114,58 +115,62 @@ def _some(names: list[str]) -> str:
 
 # -- many runs ---------------------------------------------------------------------------------------------------
 
+_HINT = "give what the same command with the same options and -o FILE wrote"
 
-def pairing(result: Result) -> str:
-    """Which cell of a matrix a result is: `write P4→D8`."""
-    return f"{result.mode} P{result.prefill['tp']}→D{result.decode['tp']}"
+
+def pairing(mode: str, prefill: int, decode: int) -> str:
+    """The name of a matrix's cell: `write P4→D8`."""
+    return f"{mode} P{prefill}→D{decode}"
 
 
 def by_pairing(results: list[Result], place: str) -> dict[str, Result]:
-    """Results of one matrix by cell. Raises InputError if there are two of one, or if they are not of one matrix."""
+    """Results of one matrix by cell. Raises InputError if there are two of one."""
     cells: dict[str, Result] = {}
     for result in results:
-        name = pairing(result)
+        name = pairing(result.mode, result.prefill["tp"], result.decode["tp"])
         if name in cells:
-            raise InputError(place, f"holds two results of {name}", "give what one `kvcover matrix -o FILE` wrote")
+            raise InputError(place, f"holds two results of {name}", _HINT)
         cells[name] = result
-    for result in results[1:]:
-        if (why := unlike(results[0], result)) is not None:
-            raise InputError(place, f"its results are not of one matrix: {why}", "give what one `kvcover matrix -o FILE` wrote")
     return cells
 
 
-def unlike(first: Result, second: Result) -> str | None:
-    """In what two runs differ besides what a matrix varies and a baseline may run otherwise; None: in nothing."""
-    if first.tier != second.tier:
-        return f"{short(first.tier)} tier, not {short(second.tier)}"
-    old, new = _scenario_of(first), _scenario_of(second)
-    for field in dict.fromkeys([*old, *new]):
-        if old.get(field) != new.get(field):
-            return f"{field} {short(old.get(field))}, not {short(new.get(field))}"
-    return None
+def refuse_other_matrix(place: str, baseline: Mapping[str, Result], tier: str, scenarios: Mapping[str, Scenario]) -> None:
+    """Raise InputError if a baseline is of another scenario, model or tier, or has no cell of what is to be run."""
+    usual = next(iter(scenarios.values()))
+    for name, result in baseline.items():
+        refuse_other_scenario(place, name, result, tier, scenarios.get(name, usual))
+    if not set(baseline) & set(scenarios):
+        raise InputError(place, f"has {next(iter(baseline))} and the like, but no {next(iter(scenarios))}", _HINT)
 
 
-def _scenario_of(result: Result) -> dict[str, Any]:
-    """The scenario without the cell and without what is under test, flat; only the result's own words if it keeps none."""
-    fields: dict[str, Any] = {"model": result.model, "seed": result.seed}
-    for name, value in (result.scenario or {}).items():
-        if name in _UNDER_TEST or name in ("mode", "schema"):
+def refuse_other_scenario(place: str, name: str, result: Result, tier: str, scenario: Scenario) -> None:
+    """Raise InputError if the result that a baseline has under a name is of another tier or scenario than what is to be run."""
+    if result.tier != tier:
+        raise InputError(place, f"is of the {result.tier} tier, and this run of the {tier} tier", f"use --tier {result.tier}")
+    if result.scenario is None:
+        raise InputError(place, f"keeps no scenario of {name}", _HINT)
+    kept, fields = scenario_fields(result.scenario), scenario_fields(msgspec.json.decode(msgspec.json.encode(scenario)))
+    for field in dict.fromkeys([*kept, *fields]):
+        if kept.get(field) != fields.get(field):
+            problem = f"has {name} of another scenario: {field} is {_said(kept, field)} there and {_said(fields, field)} here"
+            raise InputError(place, problem, _HINT)
+
+
+def _said(fields: Mapping[str, Any], field: str) -> str:
+    return short(fields[field]) if field in fields else "left out"
+
+
+def scenario_fields(scenario: Mapping[str, Any]) -> dict[str, Any]:
+    """A scenario's fields without the cell of a matrix and without what is under test, flat: `timers.defer_timeout_s`."""
+    fields: dict[str, Any] = {}
+    for name, value in scenario.items():
+        if name in _UNDER_TEST:
             continue
         if isinstance(value, Mapping):
-            fields |= {f"{name}.{inner}": item for inner, item in value.items() if (name, inner) not in _CELL}
+            fields |= {f"{name}.{inner}": item for inner, item in value.items()}
         else:
             fields[name] = value
-    return fields
+    return {name: value for name, value in fields.items() if name not in _CELL}
 
 
-_CELL = (("prefill", "tp"), ("decode", "tp"))
-
-
-def refuse_other_matrix(place: str, baseline: Mapping[str, Result], now: Mapping[str, Result]) -> None:
-    """Raise InputError if a baseline is of another scenario, model or tier, or shares no cell with what was run."""
-    if (why := unlike(next(iter(baseline.values())), next(iter(now.values())))) is not None:
-        raise InputError(place, f"is no baseline of this matrix: {why}", "write one with the same options and -o FILE")
-    if not set(baseline) & set(now):
-        raise InputError(
-            place, f"is no baseline of this matrix: it has no {next(iter(now))}", "write one with the same --mode and sizes"
-        )
+_CELL = ("schema", "mode", "prefill.tp", "decode.tp")

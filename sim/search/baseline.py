@@ -35,12 +35,11 @@ def as_baseline(scenario: Scenario, release: str) -> Scenario:
 
 
 def run_beside(
-    tier: Tier, scenarios: Sequence[Scenario], vllm: str | None, release: str | None
+    tier: Tier, scenarios: Sequence[Scenario], vllm: str | None, stock: Sequence[Scenario]
 ) -> tuple[list[Result | TierError], list[Result | TierError]]:
-    """Results of some scenarios, and of the same on a baseline's release, if one is named: all in one go.
+    """Results of some scenarios, and of those of a baseline, all in one go.
 
     What the machine can't run takes the place of its result; what can't be run here at all is raised before anything starts.
     """
-    stock = [] if release is None else [as_baseline(scenario, release) for scenario in scenarios]
     found = tier.many([*scenarios, *stock], [vllm] * len(scenarios) + [None] * len(stock), keep_errors=True)
     return found[: len(scenarios)], found[len(scenarios) :]
