@@ -38,6 +38,14 @@ def alone(_name: str, result: Result, expect: Expect | None = None) -> tuple[Ver
     return ("inconclusive" if result.outcome == "vacuous" else "fail"), problem
 
 
+def cell_of(name: str, result: Result, expect: Expect | None) -> Cell:
+    """The cell of a run that is alone."""
+    from kvcover.sim.results.expect import unproven
+    from kvcover.sim.results.gate import gate
+
+    return gate({name: result}, None, lambda name, result: alone(name, result, expect), unproven).cells[0]
+
+
 def write_junit(path: str | None, suite: str, cells: Sequence[Cell]) -> None:
     """Write the JUnit file, if one was asked for."""
     if path is not None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from kvcover.sim.commands.gating import cell_of, junit_option, write_junit
 from kvcover.sim.commands.options import (
     build_scenario,
     causes_options,
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 @click.option("--prefill", metavar="tp=N[,dp=N]", help="Size of the prefill engine.")
 @click.option("--decode", metavar="tp=N[,dp=N]", help="Size of the decode engine.")
 @click.option("--trace", metavar="FILE", help="Write every event as a timeline for Perfetto or chrome://tracing.")
+@junit_option
 @causes_options
 @scenario_options
 def command(
@@ -40,6 +42,7 @@ def command(
     prefill: str | None,
     decode: str | None,
     trace: str | None,
+    junit: str | None,
     causes: bool,
     budget: float | None,
     **options: Any,
@@ -70,6 +73,7 @@ def command(
             data[name] = {**data.get(name, {}), **found}
     built = build_scenario(data)
     check_output(options["output"], scenario, built.model)
+    check_output(junit, scenario, built.model, options["output"], option="--junit")
     result = tier.run(built, options["vllm"]) if trace is None else _run_traced(built, trace, scenario, options)
     if causes:
         from kvcover.sim.search.causes import explain
@@ -84,6 +88,7 @@ def command(
         show_result(result)
     from kvcover.sim.results.expect import disagreement, unproven
 
+    write_junit(junit, "kvcover run", [cell_of(scenario or "run", result, built.expect)])
     problem = disagreement(result, built.expect, options["check"])
     if problem:
         click.echo(f"kvcover: check failed: {problem}", err=True)

@@ -81,6 +81,7 @@ def _cell(name: str, result: Result | TierError, baseline: Mapping[str, Result |
     if isinstance(result, TierError):
         return Cell(name=name, verdict="inconclusive", reason=f"could not be run: {result}")
     before = None if baseline is None else baseline.get(name)
+    verdict: Verdict
     if isinstance(before, TierError):
         verdict, reason, found = "inconclusive", f"the baseline could not be run: {before}", Change()
     elif before is None:

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
 from kvcover.sim.results.result import GOOD, MEANING, OUTCOMES, RankCoverage, Remedies, Result, raced, summarize
 
-Item = TypeVar("Item")
 _STYLE = {"ok": "green", "refused": "cyan", "recomputed": "cyan", "failed": "yellow", "degraded": "yellow",
           "leak": "yellow", "hang": "magenta", "crash": "red", "corrupt": "bold red", "vacuous": "reverse"}  # fmt: skip
 _MAX_RANK_ROWS = 16
@@ -35,16 +31,6 @@ def console() -> Console:
     """Standard output; without colour and 80 columns wide when it is not a terminal."""
     out = _Plain()
     return out if out.is_terminal else _Plain(width=80, color_system=None)
-
-
-def progress(items: Sequence[Item], what: str) -> Iterator[Item]:
-    """Go through items with a bar on stderr, if that is a terminal."""
-    if not sys.stderr.isatty() or len(items) < 2:
-        yield from items
-        return
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        yield from bar.track(items, description=what)
 
 
 def fraction(value: float | None) -> str:

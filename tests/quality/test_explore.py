@@ -31,7 +31,8 @@ from kvcover.sim.search.explore import (
 )
 from kvcover.sim.search.grid import faults_of
 from kvcover.sim.search.shrink import Draft, find_once
-from kvcover.sim.search.swarm import FEATURES, Swarm, features_of
+from kvcover.sim.search.features import FEATURES
+from kvcover.sim.search.swarm import Swarm, features_of
 
 SWARM = Swarm(features=features_of(None, full=False, faults=True))
 FULL = Swarm(features=features_of(None, full=True, faults=True))

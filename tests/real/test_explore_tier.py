@@ -20,7 +20,8 @@ from kvcover.sim.scenario.scenario import Scenario
 from kvcover.sim.search.explore import Exploration, seed_jobs
 from kvcover.sim.search.explore_tier import against_model, drafts_of, explore_tier, pinned
 from kvcover.sim.search.shrink import Draft
-from kvcover.sim.search.swarm import FEATURES, Swarm
+from kvcover.sim.search.features import FEATURES
+from kvcover.sim.search.swarm import Swarm
 from kvcover.sim.tiers import Capabilities, Tier
 
 MLA = "layers=1,mla=8"
