@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from kvcover.sim.commands.gating import baseline_option, end, junit_option, show_gate, write_junit
-from kvcover.sim.commands.options import check_output, tier_option, write_output
+from kvcover.sim.commands.gating import baseline_option, check_outputs, junit_option, show_gate, write_junit
+from kvcover.sim.commands.options import conclude, tier_option, write_output
 from kvcover.sim.errors import InputError
 
 if TYPE_CHECKING:
@@ -49,8 +49,7 @@ def command(
     NAME is the id of a report, such as vllm#47764; with names, each report is shown in full. With --baseline the exit code is 1
     if a run is worse than in the baseline, 3 if that can't be told of all, else 0.
     """
-    check_output(output, baseline)
-    check_output(junit, baseline, output, option="--junit")
+    check_outputs(output, junit, baseline)
     import msgspec
 
     from kvcover.sim.results.read import results_text
@@ -83,9 +82,17 @@ def _wanted(names: tuple[str, ...], releases: tuple[str, ...], vllm: str | None,
         option = "--vllm" if vllm is not None else "--baseline"
         raise InputError(option, "is for the cases of one release", f"name it, as with --release {NEWEST}")
     planned = list(cases(wanted, chosen))
-    if not planned:
-        raise InputError("--release", f"none of these reports says anything about {', '.join(chosen)}", "name another release")
+    _refuse_unsaid(planned, chosen, [each.report for each in wanted] if names else [])
     return planned
+
+
+def _refuse_unsaid(planned: list[Case], releases: list[str], reports: list[str]) -> None:
+    """Raise InputError for a release or a report that was named, and of which nothing would be run."""
+    of_releases, of_reports = {case.release for case in planned}, {case.report.report for case in planned}
+    if missing := [name for name in releases if name not in of_releases]:
+        raise InputError("--release", f"none of these reports says anything about {', '.join(missing)}", "name another release")
+    if missing := [name for name in reports if name not in of_reports]:
+        raise InputError("corpus", f"{', '.join(missing)} says nothing about {', '.join(releases)}", "name another release")
 
 
 def _run(wanted: list[Case], tier: Tier, vllm: str | None, baseline: str | None) -> CorpusRun:
@@ -99,14 +106,18 @@ def _run(wanted: list[Case], tier: Tier, vllm: str | None, baseline: str | None)
 
 def _end(found: CorpusRun, baseline: str | None, junit: str | None, as_json: bool, check: bool) -> None:
     """Say what is worse, write JUnit, and exit with what comes of it; without baseline and --check nobody asked."""
-    gate = found.gate()
-    write_junit(junit, "kvcover corpus", gate.cells)
-    for cell in gate.of("inconclusive") if baseline is None else ():
-        click.echo(f"kvcover: {cell.name}: {cell.reason}", err=True)
+    from kvcover.sim.results.gate import verdict_of
+    from kvcover.sim.results.verdict import inconclusive
+
+    cells = found.cells()
+    verdict = verdict_of(cells, "runs")
+    if verdict.passed and found.skipped and baseline is None:
+        verdict = inconclusive(f"{len(found.skipped)} of {len(cells)} runs were not run: {next(iter(found.skipped.values()))}")
+    write_junit(junit, "kvcover corpus", cells, verdict)
     if baseline is not None:
-        show_gate(gate, baseline, err=as_json)
+        show_gate(cells, baseline, err=as_json)
     if baseline is not None or check:
-        end(gate)
+        conclude(verdict)
 
 
 def _mark(verdict: Judged) -> str:
@@ -198,8 +209,7 @@ def _show_sum(verdicts: list[Judged], left_out: int, tier: str) -> None:
     measured = sum(_mark(v) == "*" for v in verdicts)
     reports = len({v.case.report.report for v in verdicts})
     for v in wrong:
-        where = " ".join(part for part in (v.case.report.report, v.case.variant, v.case.release) if part)
-        out.print(f"! {where}: {v.problem}")
+        out.print(f"! {v.case.name}: {v.problem}")
     good = len(verdicts) - len(wrong) - bad
     out.print(
         f"{reports} report{'s' * (reports > 1)}, {len(verdicts)} runs: {bad} bad and {good} good as expected, "

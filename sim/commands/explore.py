@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvcover.sim.commands.gating import baseline_option, junit_option
+from kvcover.sim.commands.gating import baseline_option, check_outputs, junit_option
 from kvcover.sim.commands.matrix import _tp_list
 from kvcover.sim.commands.options import (
     build_scenario,
-    check_output,
-    inconclusive,
+    conclude,
     scenario_data,
     scenario_options,
     sizes,
@@ -67,8 +66,7 @@ def explore(**options: Any) -> None:
     if options["out"] == "":
         raise InputError("--out", "'' is no folder", "name one, or leave the option out")
     tier = _chosen(options)
-    check_output(options["output"])
-    check_output(options["junit"], options["output"], option="--junit")
+    check_outputs(options["output"], options["junit"])
     _processes(options["jobs"])
     jobs, total, what = _grid_jobs(options, tier) if options["grid"] is not None else _seed_jobs(options, tier)
     from kvcover.sim.commands.explore_report import Report
@@ -154,6 +152,7 @@ def _run_here(
 
 def _end(summary: Exploration, options: dict[str, Any], lost: str) -> None:
     """The exit code: what could not be kept, an interruption, a worker's death, then what --check asks."""
+    from kvcover.sim.results.verdict import inconclusive
     from kvcover.sim.search.explore import INTERRUPTED, KILLED
 
     if lost:
@@ -164,12 +163,9 @@ def _end(summary: Exploration, options: dict[str, Any], lost: str) -> None:
         click.echo(f"kvcover: {INTERRUPTED} after {summary.runs} runs{again}", err=True)
         raise KeyboardInterrupt
     if summary.ended == KILLED:
-        inconclusive(f"{KILLED}, after {summary.runs} runs{again}")
-    if (options["check"] or options["baseline"] is not None) and summary.failures:
-        click.echo(f"kvcover: check failed: {summary.failures} of {summary.runs} runs are not as they should be", err=True)
-        sys.exit(1)
-    if (options["check"] or options["baseline"] is not None) and not summary.outcomes.get("ok"):
-        inconclusive(f"none of {summary.runs} runs was ok")
+        conclude(inconclusive(f"{KILLED}, after {summary.runs} runs{again}"))
+    if options["check"] or options["baseline"] is not None:
+        conclude(summary.verdict)
 
 
 def _refuse_nonsense(summary: Exploration) -> None:

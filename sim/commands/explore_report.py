@@ -107,23 +107,24 @@ class Report:
         return json.dumps(whole) + "\n"
 
     def _junit(self, summary: Exploration, groups: list[FailureGroup]) -> None:
-        """One case a kind of failure, and one that says whether all was run and anything was proven."""
+        """One case a kind of failure, or one for all runs if none failed."""
         from kvcover.sim.results.gate import Cell
+        from kvcover.sim.results.verdict import fail, inconclusive
         from kvcover.sim.search.explore import BUDGET
         from kvcover.sim.search.explore_tier import again
 
+        verdict = summary.verdict
+        if verdict.status != "fail" and summary.ended not in ("", BUDGET):
+            verdict = inconclusive(summary.ended)
         cells = [
-            Cell(name=f"{g.signature.outcome} {g.signature.mode} {', '.join(g.signature.kinds)}", verdict="fail",
-                 reason=f"{g.count} runs, smallest: {g.name}, with {', '.join(g.shape)}",
+            Cell(name=f"{g.signature.outcome} {g.signature.mode} {', '.join(g.signature.kinds)}",
+                 verdict=fail(f"{g.count} runs, smallest: {g.name}, with {', '.join(g.shape)}"),
                  replay=again(self._tier, g, None, self._options["vllm"]))
             for g in groups
         ]  # fmt: skip
-        proven = summary.outcomes.get("ok", 0) > 0
-        cells.append(
-            Cell(name="all runs", verdict="pass" if proven and summary.ended in ("", BUDGET) else "inconclusive",
-                 reason=summary.ended or ("" if proven else f"none of {summary.runs} runs was ok"), seconds=summary.seconds)
-        )  # fmt: skip
-        write_junit(self._options["junit"], "kvcover explore", cells)
+        if not cells:
+            cells = [Cell(name=f"{summary.runs} runs", verdict=verdict, seconds=summary.seconds)]
+        write_junit(self._options["junit"], "kvcover explore", cells, verdict)
 
 
 def _counts(summary: Exploration) -> list[str]:

@@ -1,19 +1,19 @@
-"""What gates have in common: `--baseline`, `--junit`, what is said of a gate, and its exit code."""
+"""What gates have in common: `--baseline`, `--junit`, and what is said of a gate."""
 
 from __future__ import annotations
 
-import sys
+import os
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvcover.sim.commands.options import inconclusive, write_output
+from kvcover.sim.commands.options import check_output, write_output
+from kvcover.sim.errors import InputError
 
 if TYPE_CHECKING:
-    from kvcover.sim.results.gate import Cell, Gate, Verdict
-    from kvcover.sim.results.result import Result
-    from kvcover.sim.scenario.scenario import Expect
+    from kvcover.sim.results.gate import Cell
+    from kvcover.sim.results.verdict import Verdict
 
 _SHOWN = 20
 
@@ -28,44 +28,37 @@ def baseline_option(what: str, metavar: str = "FILE|R") -> Callable[..., Any]:
     return click.option("--baseline", metavar=metavar, help=what)
 
 
-def alone(_name: str, result: Result, expect: Expect | None = None) -> tuple[Verdict, str]:
-    """The verdict of one run without a baseline: good, and as expected."""
-    from kvcover.sim.results.expect import disagreement
-
-    problem = disagreement(result, expect, check=True)
-    if not problem:
-        return "pass", ""
-    return ("inconclusive" if result.outcome == "vacuous" else "fail"), problem
+def check_outputs(output: str | None, junit: str | None, *inputs: object) -> None:
+    """Complain before a long run about files that can't be written, are read by it, or are one and the same."""
+    check_output(output, *inputs)
+    check_output(junit, *inputs, option="--junit")
+    if junit is not None and output is not None and os.path.realpath(junit) == os.path.realpath(output):
+        raise InputError("--junit", f"{junit!r} is where -o writes", "name another file")
 
 
-def cell_of(name: str, result: Result, expect: Expect | None) -> Cell:
-    """The cell of a run that is alone."""
-    from kvcover.sim.results.expect import unproven
-    from kvcover.sim.results.gate import gate
-
-    return gate({name: result}, None, lambda name, result: alone(name, result, expect), unproven).cells[0]
-
-
-def write_junit(path: str | None, suite: str, cells: Sequence[Cell]) -> None:
+def write_junit(path: str | None, suite: str, cells: Sequence[Cell], whole: Verdict) -> None:
     """Write the JUnit file, if one was asked for."""
     if path is not None:
         from kvcover.sim.results.junit import junit
 
-        write_output(path, junit(suite, cells), "--junit")
+        write_output(path, junit(suite, cells, whole), "--junit")
 
 
-def show_gate(gate: Gate, baseline: str, err: bool = False) -> None:
+def show_gate(cells: Sequence[Cell], baseline: str, err: bool = False) -> None:
     """What a gate with a baseline found: what is worse, what is open, what is better; one line sums it up."""
     from kvcover.sim.results.gate import first_of
 
-    for verdict, mark in (("fail", "worse"), ("inconclusive", "open"), ("skipped", "skipped")):
-        _show(gate.of(verdict), mark, lambda cell: cell.reason, err)  # type: ignore[arg-type]
-    better = [cell for cell in gate.cells if cell.better]
+    ran = [cell for cell in cells if not cell.skipped]
+    worse = [cell for cell in ran if cell.verdict.status == "fail"]
+    unsettled = [cell for cell in ran if cell.verdict.status == "inconclusive" and not cell.verdict.idle]
+    better = [cell for cell in ran if cell.better]
+    _show(worse, "worse", lambda cell: first_of(cell.verdict.reasons), err)
+    _show(unsettled, "open", lambda cell: first_of(cell.verdict.reasons), err)
     _show(better, "better", lambda cell: first_of(cell.better), err)
-    counts = f"{len(gate.of('fail'))} worse, {len(gate.of('inconclusive'))} open, {len(better)} better"
-    as_before = sum(cell.as_before for cell in gate.cells)
-    skipped = f", {len(gate.of('skipped'))} skipped" if gate.of("skipped") else ""
-    click.echo(f"beside {baseline}: {len(gate.cells)} runs, {counts}, {as_before} bad and no worse{skipped}", err=err)
+    as_before = sum(cell.as_before for cell in cells)
+    counts = f"{len(worse)} worse, {len(unsettled)} open, {len(better)} better, {as_before} bad and no worse"
+    skipped = f", {len(cells) - len(ran)} skipped" if len(cells) > len(ran) else ""
+    click.echo(f"beside {baseline}: {len(ran)} runs, {counts}{skipped}", err=err)
 
 
 def _show(cells: Sequence[Cell], mark: str, text: Callable[[Cell], str], err: bool) -> None:
@@ -73,12 +66,3 @@ def _show(cells: Sequence[Cell], mark: str, text: Callable[[Cell], str], err: bo
         click.echo(f"{mark}: {cell.name}: {text(cell)}", err=err)
     if len(cells) > _SHOWN:
         click.echo(f"and {len(cells) - _SHOWN} more {mark}", err=err)
-
-
-def end(gate: Gate) -> None:
-    """Exit with 1 or 3 unless the gate passes."""
-    if gate.verdict == "fail":
-        click.echo(f"kvcover: check failed: {gate.reason}", err=True)
-        sys.exit(1)
-    if gate.verdict == "inconclusive":
-        inconclusive(gate.reason)

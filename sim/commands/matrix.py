@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvcover.sim.commands.gating import alone, baseline_option, end, junit_option, show_gate, write_junit
+from kvcover.sim.commands.gating import baseline_option, check_outputs, junit_option, show_gate, write_junit
 from kvcover.sim.commands.options import (
     build_scenario,
-    check_output,
+    conclude,
     scenario_data,
     scenario_options,
     whole_number,
@@ -45,10 +44,7 @@ def command(mode: str, prefill: str, decode: str, markdown: bool, baseline: str 
     sizes = {"prefill": _tp_list("--prefill", prefill), "decode": _tp_list("--decode", decode)}
     data = scenario_data(None, options)
     _reject_axes(data)
-    for path, place in ((options["output"], "-o"), (junit, "--junit")):
-        check_output(path, data.get("model"), baseline, option=place)
-    if junit is not None and options["output"] is not None and os.path.realpath(junit) == os.path.realpath(options["output"]):
-        raise InputError("--junit", f"{junit!r} is where -o writes", "name another file")
+    check_outputs(options["output"], junit, data.get("model"), baseline)
     from kvcover.sim.search.matrix import pairings
 
     scenarios = pairings(build_scenario(data), **sizes, modes=modes)
@@ -99,15 +95,16 @@ def _show(results: list[Result], lines: list[str], markdown: bool, as_json: bool
 
 def _judge(now: Found, before: Found | None, baseline: str | None, junit: str | None, options: dict[str, Any]) -> None:
     """Say what is worse, write JUnit, and exit with what comes of it; without baseline and --check nobody asked."""
-    from kvcover.sim.results.expect import unproven
-    from kvcover.sim.results.gate import gate
+    from kvcover.sim.results.gate import cells_of, verdict_of
+    from kvcover.sim.results.verdict import judge_run
 
-    found = gate(now, before, alone, unproven)
-    write_junit(junit, "kvcover matrix", found.cells)
+    cells = cells_of(now, before, lambda name, result: judge_run(result))
+    verdict = verdict_of(cells, "pairings")
+    write_junit(junit, "kvcover matrix", cells, verdict)
     if baseline is not None:
-        show_gate(found, baseline, err=options["as_json"])
+        show_gate(cells, baseline, err=options["as_json"])
     if baseline is not None or options["check"]:
-        end(found)
+        conclude(verdict)
 
 
 def _reject_axes(data: dict[str, Any]) -> None:

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import os
-import sys
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvcover.sim.commands.gating import cell_of, junit_option, write_junit
+from kvcover.sim.commands.gating import check_outputs, junit_option, write_junit
 from kvcover.sim.commands.options import (
     build_scenario,
     causes_options,
     check_causes,
     check_output,
-    inconclusive,
+    conclude,
     scenario_data,
     scenario_options,
     sizes,
@@ -72,8 +71,7 @@ def command(
         if found := sizes(f"--{name}", text):
             data[name] = {**data.get(name, {}), **found}
     built = build_scenario(data)
-    check_output(options["output"], scenario, built.model)
-    check_output(junit, scenario, built.model, options["output"], option="--junit")
+    check_outputs(options["output"], junit, scenario, built.model)
     result = tier.run(built, options["vllm"]) if trace is None else _run_traced(built, trace, scenario, options)
     if causes:
         from kvcover.sim.search.causes import explain
@@ -86,15 +84,16 @@ def command(
         from kvcover.sim.results.show import show_result
 
         show_result(result)
-    from kvcover.sim.results.expect import disagreement, unproven
 
-    write_junit(junit, "kvcover run", [cell_of(scenario or "run", result, built.expect)])
-    problem = disagreement(result, built.expect, options["check"])
-    if problem:
-        click.echo(f"kvcover: check failed: {problem}", err=True)
-        sys.exit(1)
-    if options["check"] and result.outcome == "ok" and (why := unproven([result])):
-        inconclusive(why)
+    from kvcover.sim.results.gate import Cell
+    from kvcover.sim.results.verdict import judge_run
+
+    asked = options["check"] or built.expect is not None
+    verdict = judge_run(result, built.expect, check=options["check"] or not asked)
+    cell = Cell(name=scenario or "scenario", verdict=verdict, seconds=result.seconds, replay=result.replay)
+    write_junit(junit, "kvcover run", [cell], verdict)
+    if asked:
+        conclude(verdict)
 
 
 def _run_traced(built: Scenario, path: str, scenario: str | None, options: dict[str, Any]) -> Result:

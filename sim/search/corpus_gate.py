@@ -8,8 +8,7 @@ import msgspec
 from msgspec.structs import replace
 
 from kvcover.sim.errors import InputError, TierError
-from kvcover.sim.results.expect import unproven
-from kvcover.sim.results.gate import Gate, Verdict, gate
+from kvcover.sim.results.gate import Cell, cells_of
 from kvcover.sim.results.read import read_rows, result_of
 from kvcover.sim.results.regress import refuse_other_scenario
 from kvcover.sim.results.result import Result
@@ -33,26 +32,15 @@ class CorpusRun(msgspec.Struct, frozen=True, kw_only=True):
         """Those that ran, each with whether it is as expected."""
         return [judge(self.cases[name], result) for name, result in self.now.items() if isinstance(result, Result)]
 
-    def gate(self) -> Gate:
-        """The verdict of each and of all: as the corpus expects, or no worse than the baseline."""
-        return gate(self.now, self.before, self._alone, _unproven, self.skipped)
-
-    def _alone(self, name: str, result: Result) -> tuple[Verdict, str]:
-        problem = judge(self.cases[name], result).problem
-        if not problem:
-            return "pass", ""
-        return ("inconclusive" if result.outcome == "vacuous" else "fail"), problem
-
-
-def _unproven(results: list[Result]) -> str:
-    """A corpus of faults: where something bad was seen, that is what was put to the test."""
-    return "" if any(result.outcome not in ("refused", "recomputed", "vacuous") for result in results) else unproven(results)
+    def cells(self) -> list[Cell]:
+        """Each with its verdict: as the corpus expects, or no worse than the baseline."""
+        return cells_of(self.now, self.before, lambda name, result: judge(self.cases[name], result).verdict, self.skipped)
 
 
 def named(cases: Sequence[Case]) -> dict[str, Case]:
     """Cases by name, which tells the release only where there are several."""
     several = len({case.release for case in cases}) > 1
-    return {f"{case.name}, {case.release}" if several else case.name: case for case in cases}
+    return {case.name if several else case.of_any_release: case for case in cases}
 
 
 def run_corpus(wanted: Sequence[Case], tier: Tier, vllm: str | None, release: str | None, stored: Found | None) -> CorpusRun:
@@ -75,7 +63,7 @@ def read_baseline(path: str, wanted: Sequence[Case], tier: Tier) -> Found:
         place, said = f"{path}: result {number}", row.get("corpus")
         if not isinstance(said, dict) or not isinstance(said.get("report"), str) or not isinstance(said.get("variant"), str):
             raise InputError(place, "is of no report of the corpus", hint)
-        name = f"{said['report']} ({said['variant']})" if said["variant"] else said["report"]
+        name = f"{said['report']} {said['variant']}".strip()
         if name in found:
             raise InputError(path, f"holds two results of {name}", hint)
         result = result_of(row, place)

@@ -22,10 +22,9 @@ from typing import Any, NamedTuple
 import msgspec
 
 from kvcover.sim.errors import InputError, short
-from kvcover.sim.releases.records import REFERENCE
-from kvcover.sim.results.expect import disagreement
 from kvcover.sim.results.regress import change
 from kvcover.sim.results.result import GOOD, Result
+from kvcover.sim.results.verdict import Verdict, fail, inconclusive, judge_run
 from kvcover.sim.scenario.scenario import Scenario
 from kvcover.sim.scenario.setup import resolve
 from kvcover.sim.search.baseline import as_baseline
@@ -93,80 +92,61 @@ class GridJob(msgspec.Struct, frozen=True, kw_only=True, tag="grid"):
 Work = SeedJob | GridJob
 
 
-def good(scenario: Scenario, result: Result) -> bool:
-    """Whether a run is a pass: its outcome is good and, where it is `ok`, so is every check.
-
-    The reference owes more when nothing is done to it: `ok` or `refused`, unless a request asks for no KV.
-    """
-    if result.outcome == "ok":
-        return all(check.verdict != "fail" for check in result.checks)
-    releases = {result.release, result.decode_release}
-    if releases != {REFERENCE} or scenario.faults or scenario.overrides:
-        return result.outcome in GOOD
-    without = any(request.plain or request.external_zero for request in resolve(scenario).requests)
-    return result.outcome == "refused" or (without and result.outcome == "recomputed")
-
-
 def signature_of(result: Result) -> Signature:
     """What a failure is told by."""
     kinds = sorted({finding.kind for finding in result.findings})
-    if result.outcome == "ok":
+    if result.outcome in GOOD:
         kinds += [check.name for check in result.checks if check.verdict == "fail"]
     skew = "" if result.decode_release == result.release else " → other"
     return Signature(result.outcome, result.release + skew, result.mode, tuple(kinds))
 
 
 class _Ran(NamedTuple):
-    """What came of one draft: `signature` if that is a failure, `known` if the baseline is as bad."""
+    """What came of one draft: `signature` if that is a failure, `known` if it is none because the baseline is as bad."""
 
     outcome: str
     digest: str
     signature: Signature | None = None
+    passed: bool = False
     known: bool = False
 
 
 def _run_one(draft: Draft, baseline: str) -> _Ran:
-    """Run one draft, and on the baseline's release what is not `ok`; raises InputError for one that makes no sense."""
+    """Run one draft, and on the baseline's release what is not clean; raises InputError for one that makes no sense."""
     try:
         scenario = msgspec.convert(draft, Scenario, strict=True)
     except msgspec.ValidationError as error:
         raise InputError("draft", str(error)) from None
     try:
         result = run_world(resolve(scenario))[0]
-        before = run_world(resolve(as_baseline(scenario, baseline)))[0] if baseline and not _clean(result) else None
+        before = run_world(resolve(as_baseline(scenario, baseline)))[0] if baseline and not clean(scenario, result) else None
     except InputError:
         raise
     except Exception as error:
         where = traceback.extract_tb(error.__traceback__)[-1]
         kind = f"{type(error).__name__} at {where.name}"
         return _Ran("error", kind, Signature("error", scenario.release, scenario.mode, (kind,)))
-    signature, known = judged(scenario, result, before)
-    return _Ran(result.outcome, result.digest or "", signature, known)
+    verdict, known = judged(scenario, result, before)
+    signature = signature_of(result) if verdict.status == "fail" else None
+    return _Ran(result.outcome, result.digest or "", signature, verdict.passed, known)
 
 
-def _clean(result: Result) -> bool:
-    return result.outcome == "ok" and all(check.verdict != "fail" for check in result.checks)
+def clean(scenario: Scenario, result: Result) -> bool:
+    """Whether nothing can be worse in a run than in a baseline's."""
+    return result.outcome == "ok" and judge_run(result, scenario.expect).passed
 
 
-def judged(scenario: Scenario, result: Result, before: Result | None) -> tuple[Signature | None, bool]:
-    """What a failure is told by, None if it is none; and whether it is none because a baseline is as bad.
+def judged(scenario: Scenario, result: Result, before: Result | None) -> tuple[Verdict, bool]:
+    """The verdict of a run, beside a baseline's if there is one; and whether it would fail if the baseline were not as bad.
 
     Beside a baseline, what is worse is a failure even if its outcome is good, as where it refuses what was done before.
     """
-    if result.outcome == "vacuous":
-        return None, False
-    if before is not None and before.outcome != "vacuous":
-        if change(before, result).worse:
-            return signature_of(result), False
-        return None, not passes(scenario, result)
-    return (None if passes(scenario, result) else signature_of(result)), False
-
-
-def passes(scenario: Scenario, result: Result) -> bool:
-    """Whether a run is as it should be: as the scenario expects, if it does, else good."""
-    if scenario.expect is not None:
-        return not disagreement(result, scenario.expect, check=True)
-    return good(scenario, result)
+    verdict = judge_run(result, scenario.expect)
+    if before is None or "vacuous" in (before.outcome, result.outcome):
+        return verdict, False
+    if worse := change(before, result).worse:
+        return fail(*worse), False
+    return (inconclusive("as bad as in the baseline"), True) if verdict.status == "fail" else (verdict, False)
 
 
 def work(job: bytes) -> bytes:
@@ -183,6 +163,7 @@ def work(job: bytes) -> bytes:
             ran = _Ran("invalid", str(error))
             report.invalid = report.invalid or f"{name}: {error}"
         report.count(ran.outcome)
+        report.passed += ran.passed
         report.known += ran.known
         digests.append(run_digest(ran.outcome, ran.signature, ran.digest))
         if ran.signature is not None:

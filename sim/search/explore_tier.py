@@ -24,7 +24,7 @@ from kvcover.sim.results.result import Result
 from kvcover.sim.scenario.scenario import Scenario, Timing, build
 from kvcover.sim.search.baseline import as_baseline
 from kvcover.sim.search.example import example_text, file_text
-from kvcover.sim.search.explore import BUDGET, INTERRUPTED, Keep, SeedJob, Work, judged, passes, signature_of
+from kvcover.sim.search.explore import BUDGET, INTERRUPTED, Keep, SeedJob, Work, clean, judged, signature_of
 from kvcover.sim.search.failures import Exploration, FailureGroup, Signature, Tallied, group_of, run_digest
 from kvcover.sim.search.shrink import Draft
 from kvcover.sim.search.swarm import pin
@@ -136,12 +136,12 @@ class TierExploration:
             return _Run(at, name, draft, scenario)
         return None
 
-    def _skip(self, at: int, error: TierError) -> None:
+    def _skip(self, at: int, error: TierError, lost: int = 0) -> None:
         """Count a draft that was not run; reasons that differ in numbers only are one."""
         reason = f"{error.place}: {error.problem}"
         if error.place != "--vllm":  # a name that the user gave, the same for all drafts
             reason = _NUMBERS.sub("N", reason)
-        self._settle(Tallied(at=at, skipped={reason: 1}), "skipped", run_digest("skipped", reason))
+        self._settle(Tallied(at=at, skipped={reason: 1}, lost=lost), "skipped", run_digest("skipped", reason))
 
     def _go(self, runs: list[_Run], take: Callable[[_Run, Result | TierError], None]) -> None:
         """Run them once more, as far as they begin in time; `take` is given each result as it comes."""
@@ -156,7 +156,7 @@ class TierExploration:
             self._open.remove(each)
         elif isinstance(result, TierError):
             self._open.remove(each)
-            self._skip(each.at, result)
+            self._skip(each.at, result, lost=1)
         else:
             each.real, each.differ = result, against_model(result)
             if not each.differ:
@@ -171,7 +171,7 @@ class TierExploration:
     def _judge(self, each: _Run) -> None:
         """Settle a run unless a baseline must be asked first."""
         assert each.real is not None
-        if not self.baseline or (not each.differ and each.real.outcome == "ok" and passes(each.scenario, each.real)):
+        if not self.baseline or (not each.differ and clean(each.scenario, each.real)):
             self._tell(each, None)
 
     def _beside(self, runs: list[_Run]) -> None:
@@ -190,11 +190,13 @@ class TierExploration:
         """Count a run, and group it if it is a failure. The digest is of what is the same in every exploration."""
         real, report = each.real, Tallied(at=each.at, varied=each.varied)
         assert real is not None
-        signature, known = judged(each.scenario, real, before)
-        if each.differ and not known:
-            signature = _difference(real, each.differ)
-        report.known = int(known)
-        if signature is not None:
+        verdict, known = judged(each.scenario, real, before)
+        as_bad = before is not None and verdict.status != "fail"  # also where it differs from the model
+        failed = verdict.status == "fail" or (bool(each.differ) and not as_bad)
+        report.known = int(known or (bool(each.differ) and as_bad))
+        report.passed = int(verdict.passed and not each.differ)
+        if failed:
+            signature = _difference(real, each.differ) if each.differ else signature_of(real)
             report.groups = [group_of(signature, each.name, {**each.draft, "expect": _expect(real)})]
         digest = run_digest(each.name, msgspec.json.encode(each.draft), run(each.scenario).digest)
         self._open.remove(each)

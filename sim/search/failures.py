@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from kvcover.sim.results.result import OUTCOMES
+from kvcover.sim.results.verdict import PASS, Verdict, fail, inconclusive
 from kvcover.sim.search.grid import sizes_of
 from kvcover.sim.search.shrink import Draft
 
@@ -48,7 +49,8 @@ class Tallied(msgspec.Struct, omit_defaults=True):
     """What came of a chunk of runs, the first of which is number `at`. `digests` are 16 bytes a run, in order.
 
     `known` failures are no worse than the baseline. On a real tier, `skipped` says why drafts could not be run there and how
-    many, and `varied` counts runs that differed from the model and agreed when they were run again.
+    many, `lost` counts those that it took and then could not run, and `varied` runs that differed from the model and agreed
+    when they were run again.
     """
 
     at: int = 0
@@ -57,8 +59,10 @@ class Tallied(msgspec.Struct, omit_defaults=True):
     groups: list[FailureGroup] = []
     digests: bytes = b""
     invalid: str = ""
+    passed: int = 0
     known: int = 0
     skipped: dict[str, int] = {}
+    lost: int = 0
     varied: int = 0
 
     def count(self, outcome: str) -> None:
@@ -112,7 +116,7 @@ def add_group(groups: Groups, group: FailureGroup) -> None:
 
 
 class Exploration(msgspec.Struct):
-    """Everything that was explored so far; `known`, `skipped` and `varied` as in Tallied.
+    """Everything that was explored so far; `passed`, `known`, `skipped`, `lost` and `varied` as in Tallied.
 
     `ended` says why it ended before all was run, if it did. `unsettled` are runs on a real tier that it ended in the middle of.
     """
@@ -124,8 +128,10 @@ class Exploration(msgspec.Struct):
     invalid: str = ""
     seconds: float = 0.0
     ended: str = ""
+    passed: int = 0
     known: int = 0
     skipped: dict[str, int] = {}
+    lost: int = 0
     varied: int = 0
     unsettled: int = 0
     digests: dict[int, bytes] = {}
@@ -137,7 +143,9 @@ class Exploration(msgspec.Struct):
     def count(self, report: Tallied) -> None:
         """Count what came of a chunk in."""
         self.runs += report.runs
+        self.passed += report.passed
         self.known += report.known
+        self.lost += report.lost
         self.varied += report.varied
         self.invalid = self.invalid or report.invalid
         self.digests[report.at] = report.digests
@@ -146,6 +154,17 @@ class Exploration(msgspec.Struct):
                 mine[name] = mine.get(name, 0) + number
         for group in report.groups:
             self.add(group)
+
+    @property
+    def verdict(self) -> Verdict:
+        """One verdict of all that ran. Drafts that are vacuous, idle or not for the tier are no lack: nobody asked for them."""
+        if self.failures:
+            return fail(f"{self.failures} of {self.runs} runs are not as they should be")
+        if self.lost:
+            return inconclusive(f"{self.lost} of {self.runs} runs were begun and could not be run")
+        if not self.runs:
+            return inconclusive("nothing was run")
+        return PASS if self.passed else inconclusive(f"none of {self.runs} runs passed, so nothing was put to the test")
 
     @property
     def stopped(self) -> bool:
