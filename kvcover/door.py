@@ -13,7 +13,8 @@ from kvcover.sim.scenario.fabric import FABRICS, FabricSpec
 from kvcover.sim.scenario.routers import ROUTERS
 from kvcover.sim.scenario.scenario import Expect, Rdma, RequestSpec, Scenario, Side, Timers, Timing, Workload, build, load
 from kvcover.sim.scenario.setup import Setup, resolve
-from kvcover.sim.search.explore import Exploration, explore
+from kvcover.sim.search.explore import explore
+from kvcover.sim.search.failures import Exploration
 from kvcover.sim.search.matrix import matrix
 from kvcover.sim.simulate import record_of, run, run_world
 from kvcover.sim.world import World
