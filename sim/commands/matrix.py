@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import click
@@ -10,7 +9,7 @@ import click
 from kvcover.sim.commands.options import (
     build_scenario,
     check_output,
-    inconclusive,
+    conclude,
     scenario_data,
     scenario_options,
     whole_number,
@@ -37,8 +36,7 @@ def command(mode: str, prefill: str, decode: str, markdown: bool, **options: Any
     data = scenario_data(None, options)
     _reject_axes(data)
     check_output(options["output"], data.get("model"))
-    from kvcover.sim.results.expect import unproven
-    from kvcover.sim.results.result import summarize
+    from kvcover.sim.results.verdict import judge_cells, together
     from kvcover.sim.search.matrix import matrix
 
     results = matrix(build_scenario(data), **sizes, modes=modes, tier=options["tier"], vllm=options["vllm"])
@@ -54,12 +52,8 @@ def command(mode: str, prefill: str, decode: str, markdown: bool, **options: Any
         from kvcover.sim.results.show import show_matrix
 
         show_matrix(results)
-    bad = summarize(results).bad
-    if options["check"] and bad:
-        click.echo(f"kvcover: check failed: {bad} of {len(results)} pairings are not as they should be", err=True)
-        sys.exit(1)
-    if options["check"] and (why := unproven(results)):
-        inconclusive(why)
+    if options["check"]:
+        conclude(together(judge_cells(results), "pairings"))
 
 
 def _reject_axes(data: dict[str, Any]) -> None:

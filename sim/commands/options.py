@@ -7,7 +7,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -15,6 +15,7 @@ from kvcover.sim.errors import InputError, nearest, short
 from kvcover.sim.tiers import TIERS
 
 if TYPE_CHECKING:
+    from kvcover.sim.results.verdict import Verdict
     from kvcover.sim.scenario.scenario import Scenario
 
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -55,7 +56,7 @@ _SCENARIO: tuple[Decorator, ...] = (
     click.option("--vllm", metavar="R|PATH|installed", help="The vLLM that a real tier runs (default: that of --release)."),
     click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables."),
     click.option("-o", "--output", metavar="FILE", help="Write the JSON to a file as well."),
-    click.option("--check", is_flag=True, help="Exit with 1 if the result is not as it should be."),
+    click.option("--check", is_flag=True, help="Exit with 1 if the result is not as it should be, 3 if it shows nothing."),
 )  # fmt: skip
 
 
@@ -213,7 +214,10 @@ def _output_file(path: str, option: str) -> Path:
     return target
 
 
-def inconclusive(why: str) -> NoReturn:
-    """Say that nothing can be concluded, and exit with 3: neither a pass nor a failure."""
-    click.echo(f"kvcover: inconclusive: {why}", err=True)
-    sys.exit(3)
+def conclude(verdict: Verdict, failed: str = "check failed") -> None:
+    """Return if the judge passes it; else say each reason on a line of its own, and exit with the judge's code."""
+    said = failed if verdict.status == "fail" else verdict.status
+    for reason in verdict.reasons:
+        click.echo(f"kvcover: {said}: {reason}", err=True)
+    if not verdict.passed:
+        sys.exit(verdict.exit_code)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -13,7 +12,7 @@ from kvcover.sim.commands.options import (
     causes_options,
     check_causes,
     check_output,
-    inconclusive,
+    conclude,
     scenario_data,
     scenario_options,
     sizes,
@@ -82,14 +81,10 @@ def command(
         from kvcover.sim.results.show import show_result
 
         show_result(result)
-    from kvcover.sim.results.expect import disagreement, unproven
+    if options["check"] or built.expect is not None:
+        from kvcover.sim.results.verdict import judge_run
 
-    problem = disagreement(result, built.expect, options["check"])
-    if problem:
-        click.echo(f"kvcover: check failed: {problem}", err=True)
-        sys.exit(1)
-    if options["check"] and result.outcome == "ok" and (why := unproven([result])):
-        inconclusive(why)
+        conclude(judge_run(result, built.expect, check=options["check"]))
 
 
 def _run_traced(built: Scenario, path: str, scenario: str | None, options: dict[str, Any]) -> Result:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -11,7 +12,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from kvcover.sim.results.result import GOOD, MEANING, OUTCOMES, RankCoverage, Remedies, Result, raced, summarize
+from kvcover.sim.results.result import GOOD, MEANING, OUTCOMES, RankCoverage, Remedies, Result, raced
+from kvcover.sim.results.verdict import judge_cells, together
 
 Item = TypeVar("Item")
 _STYLE = {"ok": "green", "refused": "cyan", "recomputed": "cyan", "failed": "yellow", "degraded": "yellow",
@@ -75,17 +77,50 @@ def show_matrix(results: list[Result]) -> None:
     out = console()
     for mode in dict.fromkeys(result.mode for result in results):
         _show_mode(out, [result for result in results if result.mode == mode])
-    worst = max((r.outcome for r in results if r.outcome in OUTCOMES), key=OUTCOMES.index, default="ok")
     if any(r.outcome == "vacuous" for r in results):
         out.print(f"vacuous: {MEANING['vacuous']}")
-    out.print(summarize(results).line)
-    if worst not in GOOD:
-        example = next(r for r in results if r.outcome == worst)
-        out.print(f"worst: {worst} ({MEANING[worst]}); see it with", soft_wrap=True)
-        out.print(f"  {example.replay}", soft_wrap=True)
-    elif (racing := next((r for r in results if raced(r.checks)), None)) is not None:
-        out.print("race: nothing but time orders what decode uses, or an engine frees; see it with", soft_wrap=True)
-        out.print(f"  {racing.replay}", soft_wrap=True)
+    out.print(summary_line(results))
+    bad = [r for r, (_, verdict) in zip(results, judge_cells(results), strict=True) if verdict.status == "fail"]
+    if bad:
+        worst = max(bad, key=lambda r: OUTCOMES.index(r.outcome))
+        out.print(f"{_worst(worst)}; see it with", soft_wrap=True)
+        out.print(f"  {worst.replay}", soft_wrap=True)
+
+
+def _worst(result: Result) -> str:
+    """What is worst in a matrix."""
+    if result.outcome not in GOOD:
+        return f"worst: {result.outcome} ({MEANING[result.outcome]})"
+    if raced(result.checks):
+        return "race: nothing but time orders what decode uses, or an engine frees"
+    return "worst: " + ", ".join(f"{check.name} failed" for check in result.checks if check.verdict == "fail")
+
+
+def summary_line(results: list[Result]) -> str:
+    """What a matrix found, in one line: the judge's verdict, and outcomes by mode."""
+    verdicts = judge_cells(results)
+    whole, bad = together(verdicts, "pairings"), sum(verdict.status == "fail" for _, verdict in verdicts)
+    said = {
+        "pass": "every pairing is good",
+        "fail": f"{bad} of {len(results)} pairings are not good",
+        "inconclusive": f"nothing is shown, as {whole.text}",
+    }
+    parts = []
+    for mode in dict.fromkeys(result.mode for result in results):
+        mine = [result for result in results if result.mode == mode]
+        counts = Counter(result.outcome for result in mine)
+        told = [f"{counts[o]} {o}" for o in (*OUTCOMES, "vacuous") if counts[o]]
+        races = sum(raced(result.checks) for result in mine)
+        told += [f"{races} with a race"] if races else []
+        failed = sum(result.outcome in GOOD and _fails(result) for result in mine)
+        told += [f"{failed} with a failed check"] if failed else []
+        parts.append(f"{mode.upper()} {', '.join(told)}")
+    return f"{_releases(results[0])}: {said[whole.status]} ({'; '.join(parts)})"
+
+
+def _fails(result: Result) -> bool:
+    """Whether a check failed besides the one on races."""
+    return any(check.verdict == "fail" and check.name != "no-race" for check in result.checks)
 
 
 def matrix_markdown(results: list[Result]) -> str:
@@ -104,7 +139,7 @@ def matrix_markdown(results: list[Result]) -> str:
     if backend:
         trees = backend.get("prefill_vllm"), backend.get("decode_vllm")
         lines.append(f"mori.io: {backend.get('mori')}; connector files: {_hashes(trees)}")
-    return "\n".join([*lines, summarize(results).line])
+    return "\n".join([*lines, summary_line(results)])
 
 
 def _hashes(trees: tuple[object, object]) -> str:

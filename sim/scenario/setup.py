@@ -50,7 +50,8 @@ def resolve(scenario: Scenario, geometry: Geometry | None = None, watch: Watch |
     """
     scenario = checked(scenario)
     prefill_release = get_release(scenario.release).overridden(scenario.overrides)
-    decode_release = get_release(scenario.decode_release or scenario.release, "decode_release").overridden(scenario.overrides)
+    of_decode = scenario.release if scenario.decode_release is None else scenario.decode_release
+    decode_release = get_release(of_decode, "decode_release").overridden(scenario.overrides)
     if watch is not None:
         prefill_release, decode_release = watch("prefill", prefill_release), watch("decode", decode_release)
     geometry = resolve_model(scenario.model) if geometry is None else geometry

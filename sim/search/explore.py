@@ -19,13 +19,13 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 from kvcover.sim.errors import InputError, short
-from kvcover.sim.releases.records import REFERENCE
 from kvcover.sim.results.result import GOOD, OUTCOMES, Result
+from kvcover.sim.results.verdict import PASS, Verdict, fail, inconclusive, judge_run
 from kvcover.sim.scenario.scenario import Scenario
 from kvcover.sim.scenario.setup import resolve
 from kvcover.sim.search.grid import faults_of, side_of, sizes_of
@@ -106,29 +106,16 @@ class Tallied(msgspec.Struct):
     """What came of a chunk, or of all of them. `digests` are 16 bytes a run, in order."""
 
     outcomes: dict[str, int] = {}
+    passed: int = 0
     groups: list[FailureGroup] = []
     digests: bytes = b""
     invalid: str = ""
 
 
-def good(scenario: Scenario, result: Result) -> bool:
-    """Whether a run is a pass: its outcome is good and, where it is `ok`, so is every check.
-
-    The reference owes more when nothing is done to it: `ok` or `refused`, unless a request asks for no KV.
-    """
-    if result.outcome == "ok":
-        return all(check.verdict != "fail" for check in result.checks)
-    releases = {result.release, result.decode_release}
-    if releases != {REFERENCE} or scenario.faults or scenario.overrides:
-        return result.outcome in GOOD
-    without = any(request.plain or request.external_zero for request in resolve(scenario).requests)
-    return result.outcome == "refused" or (without and result.outcome == "recomputed")
-
-
 def signature_of(result: Result) -> Signature:
     """What a failure is told by."""
     kinds = sorted({finding.kind for finding in result.findings})
-    if result.outcome == "ok":
+    if result.outcome in GOOD:
         kinds += [check.name for check in result.checks if check.verdict == "fail"]
     skew = "" if result.decode_release == result.release else " → other"
     return Signature(result.outcome, result.release + skew, result.mode, tuple(kinds))
@@ -163,8 +150,17 @@ def _size(draft: Mapping[str, Any]) -> tuple[int, ...]:
     )
 
 
-def _run_one(draft: Draft) -> tuple[str, Signature | None, str]:
-    """Outcome, signature if that is a failure, and digest of one draft; raises InputError if it makes no sense."""
+class _Ran(NamedTuple):
+    """What came of one draft: `signature` if it is a failure."""
+
+    outcome: str
+    digest: str
+    signature: Signature | None = None
+    passed: bool = False
+
+
+def _run_one(draft: Draft) -> _Ran:
+    """Run one draft on the model; raises InputError if it makes no sense."""
     try:
         scenario = msgspec.convert(draft, Scenario, strict=True)
     except msgspec.ValidationError as error:
@@ -176,9 +172,10 @@ def _run_one(draft: Draft) -> tuple[str, Signature | None, str]:
     except Exception as error:
         where = traceback.extract_tb(error.__traceback__)[-1]
         kind = f"{type(error).__name__} at {where.name}"
-        return "error", Signature("error", scenario.release, scenario.mode, (kind,)), kind
-    failed = result.outcome != "vacuous" and not good(scenario, result)
-    return result.outcome, signature_of(result) if failed else None, result.digest or ""
+        return _Ran("error", kind, Signature("error", scenario.release, scenario.mode, (kind,)))
+    verdict = judge_run(result)
+    signature = signature_of(result) if verdict.status == "fail" else None
+    return _Ran(result.outcome, result.digest or "", signature, verdict.passed)
 
 
 def work(job: bytes) -> bytes:
@@ -189,14 +186,15 @@ def work(job: bytes) -> bytes:
     for name, make in msgspec.msgpack.decode(job, type=Work).drafts():
         try:
             draft = make()
-            outcome, signature, digest = _run_one(draft)
+            ran = _run_one(draft)
         except InputError as error:
-            outcome, signature, digest = "invalid", None, str(error)
+            ran = _Ran("invalid", str(error))
             report.invalid = report.invalid or f"{name}: {error}"
-        report.outcomes[outcome] = report.outcomes.get(outcome, 0) + 1
-        digests.append(hashlib.blake2b(f"{outcome} {signature} {digest}".encode(), digest_size=16).digest())
-        if signature is not None:
-            _add(groups, group_of(signature, name, draft))
+        report.outcomes[ran.outcome] = report.outcomes.get(ran.outcome, 0) + 1
+        report.passed += ran.passed
+        digests.append(hashlib.blake2b(f"{ran.outcome} {ran.signature} {ran.digest}".encode(), digest_size=16).digest())
+        if ran.signature is not None:
+            _add(groups, group_of(ran.signature, name, draft))
     report.groups, report.digests = list(groups.values()), b"".join(digests)
     return msgspec.msgpack.encode(report)
 
@@ -214,6 +212,7 @@ class Exploration(msgspec.Struct):
     """Everything that was explored so far."""
 
     runs: int = 0
+    passed: int = 0
     outcomes: dict[str, int] = {}
     groups: Groups = {}
     shrunk: bool = False
@@ -223,6 +222,8 @@ class Exploration(msgspec.Struct):
     stopped: bool = False
     skipped: dict[str, int] = {}
     """On a real tier: why drafts could not be run there, and how many."""
+    lost: int = 0
+    """On a real tier: drafts that it took and then could not run, counted as skipped too."""
     varied: int = 0
     """On a real tier: runs that differed from the model, and agreed when they were run again."""
 
@@ -233,6 +234,24 @@ class Exploration(msgspec.Struct):
     @property
     def failures(self) -> int:
         return sum(group.count for group in self.groups.values())
+
+    def verdict(self, whole: bool) -> Verdict:
+        """One verdict of all that ran. What a seed draws may be vacuous, idle, senseless or not for the tier: nobody asked for it.
+
+        `whole`: each draft was asked for, as those of a grid are, and so must have been run.
+        """
+        if self.failures:
+            return fail(f"{self.failures} of {self.runs} runs are not as they should be")
+        if self.lost:
+            return inconclusive(f"{self.lost} of {self.runs} runs were begun and could not be run")
+        if not self.runs:
+            return inconclusive("nothing was run")
+        left = self.outcomes.get("invalid", 0) + self.outcomes.get("skipped", 0)
+        if whole and (left or self.stopped):
+            return inconclusive(
+                "the budget ended before the whole grid was run" if self.stopped else f"{left} of {self.runs} were not run"
+            )
+        return PASS if self.passed else inconclusive(f"none of {self.runs} runs passed, so nothing was put to the test")
 
     def ranked(self) -> list[FailureGroup]:
         """Groups, the worst outcome first, the commonest of an outcome first; by signature alone unless they are shrunk."""
@@ -278,6 +297,7 @@ def run_jobs(
         summary.invalid = summary.invalid or report.invalid
         for outcome, count in report.outcomes.items():
             summary.outcomes[outcome] = summary.outcomes.get(outcome, 0) + count
+        summary.passed += report.passed
         for group in report.groups:
             summary.add(group)
         summary.seconds = time.perf_counter() - started
@@ -368,6 +388,6 @@ def shrink_groups(summary: Exploration, executor: Executor | None = None) -> Non
 def _shrink_one(encoded: bytes) -> bytes:
     group = msgspec.msgpack.decode(encoded, type=FailureGroup)
     draft = shrink(group.draft)
-    small = group_of(_run_one(draft)[1] or group.signature, group.name, draft)
+    small = group_of(_run_one(draft).signature or group.signature, group.name, draft)
     small.count = group.count
     return msgspec.msgpack.encode(small)

@@ -22,9 +22,10 @@ from kvcover.sim.errors import InputError, TierError
 from kvcover.sim.releases.records import RELEASES
 from kvcover.sim.results.agreement import differences, view
 from kvcover.sim.results.result import Result
+from kvcover.sim.results.verdict import judge_run
 from kvcover.sim.scenario.scenario import Scenario, Timing, build
 from kvcover.sim.search.example import example_text, file_text
-from kvcover.sim.search.explore import Exploration, FailureGroup, SeedJob, Signature, Work, good, group_of, signature_of
+from kvcover.sim.search.explore import Exploration, FailureGroup, SeedJob, Signature, Work, group_of, signature_of
 from kvcover.sim.search.shrink import Draft
 from kvcover.sim.search.swarm import pin
 from kvcover.sim.simulate import replay_line, run
@@ -131,6 +132,7 @@ def _attempt(tier: Tier, runs: list[_Run], vllm: str | None, summary: Exploratio
     for each, result in zip(runs, _run_all(tier, runs, vllm), strict=True):
         if isinstance(result, TierError):
             _skip(summary, result)
+            summary.lost += 1
             continue
         each.real = result
         each.differ = against_model(result)
@@ -170,11 +172,12 @@ def _tell(each: _Run, summary: Exploration) -> bytes:
     """Count a run and group it if it is a failure; what of it is the same in every exploration."""
     real = each.real
     if real is not None:
-        outcome = DIFFERS if each.differ else real.outcome
+        outcome, verdict = DIFFERS if each.differ else real.outcome, judge_run(real)
         summary.outcomes[outcome] = summary.outcomes.get(outcome, 0) + 1
+        summary.passed += verdict.passed and not each.differ
         if each.differ:
             summary.add(group_of(_difference(real, each.differ), each.name, {**each.draft, "expect": _expect(real)}))
-        elif real.outcome != "vacuous" and not good(each.scenario, real):
+        elif verdict.status == "fail":
             summary.add(group_of(signature_of(real), each.name, {**each.draft, "expect": _expect(real)}))
     return msgspec.json.encode([each.name, each.draft, run(each.scenario).digest])
 
