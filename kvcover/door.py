@@ -22,7 +22,8 @@ from kvcover.sim.tiers import TIERS, Tier, load_tier
 from kvcover.sim.world import World
 
 __all__ = [
-    "FABRICS", "FAULTS", "PRESETS", "RELEASES", "ROUTERS", "TIERS", "Expect", "Exploration", "FabricSpec", "InputError", "KvcoverError",
-    "Rdma", "Record", "RequestSpec", "Result", "Scenario", "Setup", "Side", "Tier", "TierError", "Timers", "Timing", "Verdict", "Workload", "World",
-    "build", "explore", "judge_run", "load", "load_tier", "matrix", "record_of", "resolve", "run", "run_world", "story",
+    "FABRICS", "FAULTS", "PRESETS", "RELEASES", "ROUTERS", "TIERS", "Expect", "Exploration", "FabricSpec", "InputError",
+    "KvcoverError", "Rdma", "Record", "RequestSpec", "Result", "Scenario", "Setup", "Side", "Tier", "TierError", "Timers",
+    "Timing", "Verdict", "Workload", "World", "build", "explore", "judge_run", "load", "load_tier", "matrix", "record_of",
+    "resolve", "run", "run_world", "story",
 ]  # fmt: skip

@@ -25,9 +25,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """Options, all of them off."""
     group = parser.getgroup("kvcover", "which KV cells does decode get (vLLM's MoRI-IO connector)")
     group.addoption("--kvcover", action="store_true", help="collect .toml and .json scenario files that have an `expect`")
-    group.addoption(
-        "--kvcover-tier", default="model", metavar="T", help="where they, and the fixture kvcover_run, run (default: model)"
-    )
+    group.addoption("--kvcover-tier", default="model", metavar="T", help="where they, and kvcover_run, run (default: model)")
     group.addoption("--kvcover-vllm", default=None, metavar="R|PATH", help="the vLLM that a real tier runs")
 
 

@@ -15,9 +15,7 @@ if TYPE_CHECKING:
 
 @click.command("export-test")
 @click.argument("result")
-@click.option(
-    "-o", "--output", metavar="FILE", help="Write the test there, e.g. tests/v1/kv_connector/unit/test_moriio_kvcover.py."
-)
+@click.option("-o", "--output", metavar="FILE", help="Write the test there, e.g. test_moriio_kvcover.py.")
 def command(result: str, output: str | None) -> None:
     """Write a small pytest that runs a result's scenario on the vLLM under test, and passes when its connector is right.
 
