@@ -80,7 +80,7 @@ def result_of(row: Any, place: str) -> Result:
         raise InputError(place, f"has schema {short(row['schema'])}", f"this kvcover reads schema {RESULT_SCHEMA}")
     try:
         result = msgspec.convert(row, Result, strict=True)
-    except (msgspec.ValidationError, RecursionError) as error:
+    except (msgspec.ValidationError, RecursionError, UnicodeError) as error:  # halves of characters are no text
         raise InputError(place, f"is no result of kvcover: {error}", _HINT) from None
     _check_sense(result, place)
     return result
