@@ -14,7 +14,7 @@ import msgspec
 from kvcover.real_backend.machine.environment import environment
 from kvcover.sim.errors import InputError
 from kvcover.sim.releases.records import ALIASES, RELEASES
-from kvcover.sim.results.result import MEANING, Result
+from kvcover.sim.results.result import GOOD, MEANING, Result
 from kvcover.sim.results.verdict import judge_run
 from kvcover.sim.scenario.routers import get_router
 from kvcover.sim.scenario.scenario import Scenario, build
@@ -122,7 +122,8 @@ def judge(before: Result, after: Result) -> tuple[str, str]:
     if not now.passed:
         why = after.findings[0].text if after.findings else now.text
         return NOT_CONFIRMED, f"{_said(after)} still after ({why})"
-    return CONFIRMED, f"{_said(before)} before, {_said(after)} after"
+    but = f" ({was.text})" if before.outcome in GOOD else ""
+    return CONFIRMED, f"{_said(before)} before{but}, {_said(after)} after"
 
 
 def _said(result: Result) -> str:

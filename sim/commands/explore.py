@@ -169,7 +169,7 @@ def _end(summary: Exploration, options: dict[str, Any], lost: str) -> None:
     if summary.ended == KILLED:
         conclude(inconclusive(f"{KILLED}, after {summary.runs} runs{again}"))
     if options["check"] or options["baseline"] is not None:
-        conclude(summary.verdict)
+        conclude(summary.verdict(whole=options["grid"] is not None))
 
 
 def _refuse_nonsense(summary: Exploration) -> None:

@@ -113,7 +113,7 @@ class Report:
         from kvcover.sim.search.explore import BUDGET
         from kvcover.sim.search.explore_tier import again
 
-        verdict = summary.verdict
+        verdict = summary.verdict(whole=self._options["grid"] is not None)
         if verdict.status != "fail" and summary.ended not in ("", BUDGET):
             verdict = inconclusive(summary.ended)
         cells = [

@@ -19,7 +19,7 @@ def command(file: str, as_json: bool) -> None:
     Exits with 1 when the result is not what the file expects, or when its digest is not the one in the file's comments.
     """
     from kvcover.sim.files import MB, read_text
-    from kvcover.sim.results.verdict import fail, inconclusive, judge_run
+    from kvcover.sim.results.verdict import fail, inconclusive, judge_expected
     from kvcover.sim.scenario.scenario import Expect, load
     from kvcover.sim.search.example import stored_digest
     from kvcover.sim.simulate import run
@@ -41,7 +41,7 @@ def command(file: str, as_json: bool) -> None:
         from kvcover.sim.results.show import show_result
 
         show_result(result)
-    verdict = judge_run(result, scenario.expect, check=False)
+    verdict = judge_expected(result, scenario.expect or Expect())
     if verdict.passed and stored is not None and stored != result.digest:
         verdict = fail(f"the digest is {result.digest}, in {file} it is {stored}: another history, so another program or scenario")
     if verdict.passed and stored is None and scenario.expect in (None, Expect()):

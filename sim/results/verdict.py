@@ -60,20 +60,31 @@ def inconclusive(*reasons: str) -> Verdict:
     return Verdict("inconclusive", reasons)
 
 
-def judge_run(result: Result, expect: Expect | None = None, *, check: bool = True) -> Verdict:
-    """Whether one run is as it should be. Without `check` only what `expect` names is demanded, and that all faults fired."""
-    wanted = expect or Expect()
+def judge_expected(result: Result, expect: Expect) -> Verdict:
+    """Whether the same came of a run as somebody wrote down, by what that names and nothing else: good or bad does not count."""
     unfired = [each.fault for each in result.faults if not each.fired]
     if unfired or result.outcome == "vacuous":
         return inconclusive(f"a planned fault never fired, so the run proves nothing: {', '.join(unfired)}")
-    wrong = list(_unexpected(result, wanted))
-    if check:
-        wrong += _bad(result, wanted)
-    if wrong:
-        return fail(*wrong)
-    if result.outcome not in GOOD and (broken := next((each for each in result.findings if each.kind == "broken"), None)):
+    if wrong := tuple(_unexpected(result, expect)):
+        return Verdict("fail", wrong)
+    broken = next((each for each in result.findings if each.kind == "broken"), None)
+    if broken is not None and expect.outcome is not None:
         return inconclusive(f"{result.outcome} as expected, but what broke is no fault of the protocol: {broken.text}")
-    if check and wanted.outcome in (None, "ok") and result.outcome in GOOD and not used(result):
+    return PASS
+
+
+def judge_run(result: Result, expect: Expect | None = None, *, check: bool = True) -> Verdict:
+    """Whether a run is as it should be.
+
+    Without `check` only by what `expect` names; but who expects `ok` expects that no check failed and something was used.
+    """
+    wanted = expect or Expect()
+    verdict = judge_expected(result, wanted)
+    if verdict.status == "inconclusive" or not (check or wanted.outcome == "ok"):
+        return verdict
+    if wrong := (*verdict.reasons, *_bad(result, wanted, races=check)):
+        return Verdict("fail", wrong)
+    if wanted.outcome in (None, "ok") and not used(result):
         return Verdict("inconclusive", ("no request used what was transferred, so nothing was put to the test",), idle=True)
     return PASS
 
@@ -131,7 +142,7 @@ def _unexpected(result: Result, wanted: Expect) -> Iterator[str]:
         yield _raced(race.reason)
 
 
-def _bad(result: Result, wanted: Expect) -> Iterator[str]:
+def _bad(result: Result, wanted: Expect, races: bool) -> Iterator[str]:
     """What is bad in any run, unless the scenario expects it by name. A bad outcome explains the checks that failed."""
     if wanted.outcome is None and result.outcome not in _owed(result):
         yield f"outcome is {result.outcome}, coverage {result.coverage:.4g}"
@@ -139,7 +150,7 @@ def _bad(result: Result, wanted: Expect) -> Iterator[str]:
         if each.verdict != "fail":
             continue
         if each.name == "no-race":
-            if wanted.race is None:
+            if races and wanted.race is None:
                 yield _raced(each.reason)
         elif result.outcome in GOOD:
             yield f"outcome is {result.outcome}, but {each.name} failed: {each.reason}"

@@ -139,7 +139,7 @@ Outcome = Literal["ok", "refused", "recomputed", "failed", "degraded", "leak", "
 
 
 class Expect(_Strict, frozen=True):
-    """What `--check` compares the result with; without it, `--check` wants `ok`, `refused` or `recomputed`.
+    """What a result is compared with, by `--check` too, which wants `ok`, `refused` or `recomputed` where no outcome is named.
 
     `race` says whether a race is to be found, on a tier that sees what orders events; left open, `--check` allows none.
     """
@@ -201,8 +201,8 @@ def load(path: str | Path) -> dict[str, Any]:
         if "digits" in str(error):
             raise InputError(place, "holds a number of too many digits", "use a shorter one") from None
         raise InputError(place, f"is not {kind}: {error}", example) from None
-    if not isinstance(data, dict):
-        raise InputError(place, "holds no table of fields", example)
+    if not isinstance(data, dict) or not data:
+        raise InputError(place, "holds no field" if data == {} else "holds no table of fields", example)
     return data
 
 

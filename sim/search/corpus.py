@@ -19,7 +19,7 @@ from msgspec import Meta
 from kvcover.sim.errors import InputError, TierError, nearest
 from kvcover.sim.releases.records import PUBLISHED
 from kvcover.sim.results.result import GOOD, Result
-from kvcover.sim.results.verdict import Verdict, fail, judge_run
+from kvcover.sim.results.verdict import Verdict, fail, judge_expected
 from kvcover.sim.scenario.scenario import Expect, Outcome, Scenario, build
 from kvcover.sim.scenario.setup import resolve
 from kvcover.sim.tiers import Tier, fault_kinds, load_tier
@@ -296,7 +296,7 @@ def select(reports: Sequence[PublicReport], names: Sequence[str]) -> list[Public
 def judge(case: Case, result: Result) -> Judged:
     """Compare a result with what was expected."""
     want = case.expected
-    verdict = judge_run(result, Expect(outcome=want.outcome, coverage=want.coverage, by_rank=want.by_rank), check=False)
+    verdict = judge_expected(result, Expect(outcome=want.outcome, coverage=want.coverage, by_rank=want.by_rank))
     bad = tuple(index for index, outcome in enumerate(result.by_request) if outcome not in GOOD)
     if verdict.passed and want.bad is not None and bad != want.bad:
         verdict = fail(f"expected that requests {list(want.bad)} are bad, got {list(bad)}")

@@ -155,15 +155,22 @@ class Exploration(msgspec.Struct):
         for group in report.groups:
             self.add(group)
 
-    @property
-    def verdict(self) -> Verdict:
-        """One verdict of all that ran. Drafts that are vacuous, idle or not for the tier are no lack: nobody asked for them."""
+    def verdict(self, whole: bool) -> Verdict:
+        """One verdict of all that ran. What a seed draws may be vacuous, idle, senseless or not for the tier: nobody asked for it.
+
+        `whole`: each draft was asked for, as those of a grid are, and so must have been run.
+        """
         if self.failures:
             return fail(f"{self.failures} of {self.runs} runs are not as they should be")
         if self.lost:
             return inconclusive(f"{self.lost} of {self.runs} runs were begun and could not be run")
         if not self.runs:
             return inconclusive("nothing was run")
+        left = self.outcomes.get("invalid", 0) + self.outcomes.get("skipped", 0)
+        if whole and (left or self.stopped):
+            return inconclusive(
+                f"{self.ended} before the whole grid was run" if self.stopped else f"{left} of {self.runs} were not run"
+            )
         return PASS if self.passed else inconclusive(f"none of {self.runs} runs passed, so nothing was put to the test")
 
     @property

@@ -95,7 +95,10 @@ def swarm_of(pins: Mapping[str, Any], names: Iterable[str] | None, full: bool, f
 def check_pins(pins: Mapping[str, Any]) -> None:
     """Raise InputError for fields and names of no scenario, at once and not at every seed."""
     built = build(pins)
-    for place, release in (("release", built.release), ("decode_release", built.decode_release or built.release)):
+    for place, release in (
+        ("release", built.release),
+        ("decode_release", built.release if built.decode_release is None else built.decode_release),
+    ):
         get_release(release, place).overridden(built.overrides)
     get_router(built.router, built.release)
     get_fabric(built.fabric)
@@ -108,6 +111,8 @@ def features_of(names: Iterable[str] | None, full: bool, faults: bool) -> tuple[
         if name not in FEATURES:
             raise InputError("--features", f"no feature {name!r}", nearest(name, FEATURES))
     chosen = wanted or [name for name, feature in FEATURES.items() if full or not feature.full]
+    if not faults and all(name in FAULTY for name in chosen):
+        raise InputError("--features", f"{', '.join(chosen)}: nothing else is drawn, and --no-faults draws none of it", "name more")
     return tuple(name for name in FEATURES if name in chosen and (faults or name not in FAULTY))
 
 

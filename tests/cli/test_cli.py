@@ -110,30 +110,6 @@ def test_exit_codes(kvcover: Any, words: list[str], code: int) -> None:
     assert kvcover(*words)[0] == code
 
 
-NOTHING_SHOWN: list[tuple[list[str], int]] = [
-    ([*COLLAPSE, "--set", "expect={}", "--check"], 1),
-    (["run", "--fault", "drop-notice:write_done", "--set", 'expect={"coverage":1.0}', "--check"], 1),
-    (["run", "--fault", "drop:nokey", "--set", 'expect={"outcome":"vacuous"}'], 3),
-    (["run", "--fault", "late-rank:D0,ms=3", "--check"], 1),  # the outcome is ok, and a check failed
-    (["matrix", "--prefill", "1", "--decode", "2", "--mode", "write", "--fault", "late-rank:D0,ms=3", "--check"], 1),
-    (["run", "--fault", "abort:0,at=before", "--check"], 3),  # nothing moved
-    (
-        ["matrix", "--release", "reference", "--set", "prefill.pp=2", "--prefill", "1,2", "--decode", "1,2", "--check"],
-        3,
-    ),  # all refused
-    (["explore", "--budget", "0", "--check"], 3),
-    (["explore", "--seeds", "20", "--fault", "drop:nokey", "--check"], 3),
-    (["confirm", "--before", "0.26.0", "--after", "reference", "--set", "prefill.pp=2"], 3),
-]
-
-
-@pytest.mark.parametrize(("words", "code"), NOTHING_SHOWN, ids=[" ".join(words[:1] + words[-3:]) for words, _ in NOTHING_SHOWN])
-def test_what_shows_nothing_is_no_pass(kvcover: Any, words: list[str], code: int) -> None:
-    got, _, err = kvcover(*words)
-    assert got == code
-    assert code == 1 or words[0] == "confirm" or "inconclusive" in err
-
-
 def test_why_tells_what_a_real_run_kept(kvcover: Any, tmp_path: Path) -> None:
     path = tmp_path / "real.json"
     kvcover(*COLLAPSE, "-o", str(path))
