@@ -110,7 +110,7 @@ def test_the_job_fails_a_branch_with_one_bad_line_and_passes_the_stock_tree(shel
     shell.must(f"git checkout -q {branch}")
     (line,) = job_commands()
     done = shell(line)
-    told = verdicts(shell.copy / "kvcover.xml")
+    told = verdicts(shell.copy / "gate.xml")
     if branch == "stock":
         assert done.returncode == 0, done.stdout + done.stderr
         assert {name for name, tag in told.items() if tag == "skipped"} == {"read P1→D2", "read P2→D1"}, "they crash in both"
@@ -150,4 +150,4 @@ def test_the_commands_for_a_machine_of_ones_own(shell: Shell) -> None:
     shell.must("git checkout -q stock")
     for line in commands("On your machine"):
         shell.must(line)
-    assert "failure" not in verdicts(shell.copy / "kvcover.xml").values()
+    assert "failure" not in verdicts(shell.copy / "gate.xml").values()
