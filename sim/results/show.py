@@ -118,7 +118,8 @@ def matrix_markdown(results: list[Result]) -> str:
         lines += [f"**{mode.upper()}**, vLLM {_releases(first)}, {first.model}, {first.tier} tier: coverage and outcome", ""]
         lines += ["| P \\ D | " + " | ".join(f"TP{tp}" for tp in columns) + " |", "|---" * (len(columns) + 1) + "|"]
         for prefill in dict.fromkeys(result.prefill["tp"] for result in mine):
-            row = [f"{fraction(r.coverage)} {r.outcome}{_race(r)}" for r in mine if r.prefill["tp"] == prefill]
+            cells = {r.decode["tp"]: r for r in mine if r.prefill["tp"] == prefill}
+            row = [f"{fraction(r.coverage)} {r.outcome}{_race(r)}" if (r := cells.get(tp)) else "not run" for tp in columns]
             lines.append(f"| TP{prefill} | " + " | ".join(row) + " |")
         lines.append("")
     backend = results[0].backend
@@ -152,7 +153,10 @@ def _show_mode(out: Console, results: list[Result]) -> None:
         for prefill in dict.fromkeys(result.prefill["tp"] for result in results):
             row: list[Text] = [Text(f"TP{prefill}")]
             for decode in part:
-                result = cells[prefill, decode]
+                result = cells.get((prefill, decode))
+                if result is None:
+                    row.append(Text("not run", style="reverse"))
+                    continue
                 row.append(Text(fraction(result.coverage) + "\n").append_text(outcome_text(result.outcome)).append(_race(result)))
             table.add_row(*row, end_section=True)
         out.print(table)

@@ -194,3 +194,23 @@ def test_outputs_are_looked_at_before_the_run(kvcover: Any, stock: str, tmp_path
         code, out, err = kvcover("matrix", *SMALL, "--baseline", stock, *words)
         assert (code, out) == (2, ""), words
         assert err.count("\n") == 1
+
+
+def test_a_pairing_that_the_machine_could_not_run_is_shown_as_that_and_is_no_pass(
+    kvcover: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from kvcover import Scenario, TierError
+    from kvcover.sim.search import baseline
+
+    whole = baseline.run_beside
+
+    def spoilt(tier: Any, scenarios: list[Scenario], vllm: Any, stock: list[Scenario]) -> Any:
+        now, before = whole(tier, scenarios, vllm, stock)
+        return [TierError("--tier", "rank 0 died", "run it again"), *now[1:]], before
+
+    monkeypatch.setattr(baseline, "run_beside", spoilt)
+    junit = tmp_path / "j.xml"
+    for words, code in (([], 2), (["--baseline", "0.33.0"], 3), (["--markdown", "--baseline", "0.33.0"], 3)):
+        got, out, err = kvcover("matrix", *SMALL, "--mode", "write", *words, "--junit", str(junit))
+        assert (got, "not run" in out, "rank 0 died" in err) == (code, True, True)
+        assert cases(junit)["write P1→D1"] == "error"

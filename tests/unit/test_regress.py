@@ -131,7 +131,7 @@ def test_a_baseline_of_something_else_is_refused() -> None:
     refuse_other_matrix("base.json", cells, "model", {name: same_but_release})
     for other in ({"prompt_tokens": 64}, {"model": "layers=2,mla=8"}, {"faults": ("drop:transfer_id",)}, {"seed": 1}):
         with pytest.raises(InputError, match=next(iter(other))):
-            refuse_other_matrix("base.json", cells, "model", {name: msgspec.structs.replace(scenario, **other)})  # type: ignore[arg-type]
+            refuse_other_matrix("base.json", cells, "model", {name: msgspec.structs.replace(scenario, **other)})
     with pytest.raises(InputError, match="tier"):
         refuse_other_matrix("base.json", cells, "connector", {name: scenario})
     with pytest.raises(InputError, match="read P1"):
