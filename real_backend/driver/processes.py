@@ -22,12 +22,13 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import send_handle
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from kvcover.real_backend.driver.reports import Escaped
 from kvcover.sim.errors import TierError
 
 HOST = "127.0.0.1"
+Device = Literal["cpu", "cuda"]
 _PORTS_A_RUN = 128
 _FIRST_PORT, _LAST_PORT = 10_000, 30_000  # below the range that outgoing connections draw from
 _START_LIMIT_S = 240.0
@@ -56,6 +57,16 @@ class Ports:
     def notices(self) -> range:
         """Ports on which the engine's ranks may listen for notices."""
         return range(self.notify, self.notify + MOST_RANKS)
+
+
+def device() -> Device:
+    """Whose memory caches are in: `KVCOVER_DEVICE`, cpu unless it says cuda. Raises TierError for anything else."""
+    name = os.environ.get("KVCOVER_DEVICE", "cpu")
+    if name == "cuda":
+        return "cuda"
+    if name != "cpu":
+        raise TierError("KVCOVER_DEVICE", f"{name!r} is no kind of device", "use cpu or cuda")
+    return "cpu"
 
 
 class ProcessDied(RuntimeError):
@@ -91,7 +102,7 @@ class TreeServer:
             )
         end.close()
         self._close = weakref.finalize(self, _end_server, self._process, self._pipe)
-        self._pipe.send((tree, work, read_abort_s))
+        self._pipe.send((tree, work, read_abort_s, device()))
 
     def await_ready(self) -> None:
         """Wait until vLLM is imported. Raises TierError if it can't be."""
@@ -100,6 +111,8 @@ class TreeServer:
         if not self._pipe.poll(_START_LIMIT_S):
             raise TierError("--vllm", f"importing {self.label} took more than {_START_LIMIT_S:g} s", f"see {self._last_words()}")
         kind, answer = self._receive()
+        if kind == "no GPU":
+            raise TierError("KVCOVER_DEVICE", f"{device()}: {answer}", "leave it out to use the memory of this machine")
         if kind == "error":
             raise TierError("--vllm", f"{self.label} can't be used: {answer}", "see `kvcover vllm list` for trees that can")
         self.info = answer

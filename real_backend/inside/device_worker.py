@@ -7,21 +7,16 @@ import math
 import os
 import sys
 import time
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 from kvcover.real_backend.driver.processes import Ports
 from kvcover.real_backend.driver.trial import Role, Trial
-from kvcover.real_backend.inside.cells import LayerView
-from kvcover.real_backend.inside.device_cells import DeviceCells
-from kvcover.real_backend.inside.vllm_setup import LOOPBACK, MORIIO, EngineConfig, layer_names, torch_dtype
-from kvcover.real_backend.inside.worker import Worker
+from kvcover.real_backend.inside.gpu_worker import GpuWorker
+from kvcover.real_backend.inside.vllm_setup import LOOPBACK, MORIIO, EngineConfig
 from kvcover.sim.errors import TierError
-
-_SEGMENT = 2 << 20
-"""Torch hands out device memory in segments of this size: a cache that fills its segments shares none."""
 
 
 def prepare_device(tree: Path | None, read_abort_s: float, host: str) -> None:
@@ -113,15 +108,15 @@ def record_posts(mori_io: Any) -> None:
     engine.create_session = create_session
 
 
-class DeviceWorker(Worker):
+class DeviceWorker(GpuWorker):
     """A rank whose peers in its TP group meet in a torchrun store, and whose caches are on `device`."""
 
     def __init__(self, trial: Trial, config: EngineConfig, tp_rank: int, ports: dict[Role, Ports], store: Any, device: str) -> None:
-        self._store, self._device = store, device
+        self._store = store
         # Below the faults, which are put in place next: what is recorded is what was posted. It is also kept: the library
         # writes into a status until its batch is complete, and a fault may let go of it before.
         record_posts(importlib.import_module("mori.io"))
-        super().__init__(trial, config, tp_rank, Path(), ports, 0.0)
+        super().__init__(device, trial, config, tp_rank, Path(), ports, 0.0)
 
     def _join_group(self, rendezvous: Path) -> None:
         """Make the TP group a world of its own, as vLLM wants it; `rendezvous` is a file that other nodes can't see."""
@@ -137,36 +132,6 @@ class DeviceWorker(Worker):
                 world_size=self._endpoint.tp, rank=self._tp_rank, local_rank=_index_of(self._device), backend="gloo"
             )
             state.initialize_model_parallel(tensor_model_parallel_size=self._endpoint.tp, backend="gloo")
-
-    def _allocate(self) -> tuple[dict[str, Any], list[LayerView]]:
-        torch: Any = importlib.import_module("torch")
-        (host_cells,) = self._cells  # models of unlike layers are refused on this tier
-        cells = DeviceCells(**{each.name: getattr(host_cells, each.name) for each in fields(host_cells)})
-        if self._device == "cpu":
-            caches, _ = super()._allocate()
-            self._cells = (cells,)
-            flat = [cache.view(-1).view(torch.int32) for cache in caches.values()]
-            return caches, [cells.view(each) for each in flat]
-        self._cells = (cells,)
-        torch.cuda.set_device(self._device)
-        shape = self._cache_shape(cells)
-        length, names = math.prod(cells.memory()[0]), layer_names(self._trial.setup.geometry)
-        caches, views = {}, []
-        for name in names:
-            whole = torch.zeros(-(-length * 4 // _SEGMENT) * _SEGMENT // 4, dtype=torch.int32, device=self._device)
-            caches[name] = whole[:length].view(torch_dtype(self._trial.kv_dtype(self._config.role))).view(shape)
-            views.append(cells.view(whole[:length]))
-        self._warm_up(cells, views[0])
-        return caches, views
-
-    def _warm_up(self, cells: DeviceCells, view: LayerView) -> None:
-        """Compile and load what a run uses, so that its first layer takes no longer than the others."""
-        torch: Any = importlib.import_module("torch")
-        cells.fill(view, 0, 0, (0,))
-        cells.grade([view], 0, (0,))
-        cells.changed([view], ())
-        torch.as_tensor(view).zero_()
-        torch.cuda.synchronize()
 
 
 def _index_of(device: str) -> int:

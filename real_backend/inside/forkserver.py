@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 import traceback
+from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle
 from pathlib import Path
@@ -21,19 +22,20 @@ from typing import Any
 from kvcover.real_backend.driver.processes import Ports
 from kvcover.real_backend.driver.trial import Role, Trial
 from kvcover.real_backend.inside import scheduler, worker
+from kvcover.real_backend.inside.gpu_worker import gpu_names, leave_no_handles, serve_on
 from kvcover.real_backend.inside.raising import where_it_failed
 from kvcover.real_backend.inside.vllm_setup import ConfigFactory, EngineConfig, describe, prepare
 
 _PR_SET_PDEATHSIG = 1
-_BODIES: dict[str, Any] = {"rank": worker.serve, "scheduler": scheduler.serve}
 
 
 class _Server:
     """What the driver may call. `run` names the children of one run."""
 
-    def __init__(self, pipe: Connection, work: Path) -> None:
+    def __init__(self, pipe: Connection, work: Path, gpus: int) -> None:
         self._pipe = pipe
-        self._configs = ConfigFactory(work / "models")
+        self._bodies = {"rank": partial(serve_on, gpus) if gpus else worker.serve, "scheduler": scheduler.serve}
+        self._configs = ConfigFactory(work / "models", "cuda" if gpus else "cpu")
         self._engines: dict[tuple[str, Role, int], tuple[Trial, EngineConfig]] = {}
         self._children: dict[str, list[int]] = {}
         self._ended: dict[int, int] = {}
@@ -64,7 +66,7 @@ class _Server:
             out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
             os.dup2(out, 1)
             os.dup2(out, 2)
-            _BODIES[what](*arguments)
+            self._bodies[what](*arguments)
         except EOFError:
             pass  # the driver is done with it
         except BaseException:
@@ -97,21 +99,26 @@ class _Server:
             with contextlib.suppress(ChildProcessError):
                 done, status = os.waitpid(pid, options)
                 if done:
+                    leave_no_handles(pid)
                     self._ended[pid] = os.waitstatus_to_exitcode(status)
 
 
 def main() -> None:
     """Import vLLM, say what it is, then serve until the driver goes."""
     pipe = Connection(int(sys.argv[1]))
-    tree, work, read_abort_s = pipe.recv()
+    tree, work, read_abort_s, device = pipe.recv()
     try:
-        prepare(tree, read_abort_s)
-        pipe.send(("ready", describe(tree)))
+        gpus = gpu_names() if device == "cuda" else []
+        if device == "cuda" and not gpus:
+            pipe.send(("no GPU", "torch sees none on this machine"))
+            return
+        prepare(tree, read_abort_s, device)
+        pipe.send(("ready", describe(tree) | ({"device": f"cuda: {', '.join(gpus)}"} if gpus else {})))
     except BaseException as error:
         traceback.print_exc()
         pipe.send(("error", f"{type(error).__name__}: {error}"))
         return
-    server = _Server(pipe, work)
+    server = _Server(pipe, work, len(gpus))
     while True:
         try:
             method, arguments = pipe.recv()

@@ -52,10 +52,11 @@ def user_cache() -> Path:
         raise InputError("KVCOVER_CACHE", f"no folder can be told: {error}", "name a folder by all of its path") from None
 
 
-def prepare(tree: Path | None, read_abort_s: float) -> None:
+def prepare(tree: Path | None, read_abort_s: float, device: str = "cpu") -> None:
     """Import vLLM from `tree` in this process, with the stand-in `mori.io`. Call once, before a fork.
 
-    It runs on this machine's memory, and doesn't see what GPUs there are. `tree` None means the vLLM that is installed.
+    On `cpu` it runs on this machine's memory, and doesn't see what GPUs there are. On `cuda` torch's events and streams are
+    those of the GPU. `tree` None means the vLLM that is installed.
 
     Raises FileNotFoundError if `tree` holds no vLLM with a MoRI-IO connector.
     """
@@ -73,16 +74,16 @@ def prepare(tree: Path | None, read_abort_s: float) -> None:
         VLLM_NO_USAGE_STATS="1",
         VLLM_PLUGINS="kvcover",  # loopback/kvcover_platform.py
         VLLM_TARGET_DEVICE="empty",  # newer releases take `cpu` for an answer, and ask no plugin
-        CUDA_VISIBLE_DEVICES="",
-        HIP_VISIBLE_DEVICES="",
         VLLM_SSM_CONV_STATE_LAYOUT="DS",  # the only one that the connector takes
         VLLM_MORIIO_TRANSFER_TIMEOUT_S=str(math.ceil(read_abort_s)),
     )
+    if device == "cpu":
+        os.environ.update(CUDA_VISIBLE_DEVICES="", HIP_VISIBLE_DEVICES="")
+        _stand_in_for_cuda()
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     # vLLM keeps what it found out about a model class, ten seconds' work, in one file for all releases: one a tree lasts.
     kept = hashlib.sha256(str(tree).encode()).hexdigest()[:12]
     os.environ.setdefault("VLLM_CACHE_ROOT", str(user_cache() / "vllm-state" / kept))
-    _stand_in_for_cuda()
     connector: Any = importlib.import_module(f"{MORIIO}.moriio_connector")
     # Only the backend's name is used, and there is none for a machine without kernels.
     connector.get_attn_backend = lambda *_args, **_kwargs: _AttentionBackend()
@@ -172,8 +173,8 @@ def _stand_in_for_cuda() -> None:
 class ConfigFactory:
     """Builds configurations for one release. The first model of a kind takes seconds, all others milliseconds."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, device: str = "cpu") -> None:
+        self._folder, self._device = folder, device
         self._models: dict[tuple[Geometry, int], Any] = {}
 
     def engine(self, trial: Trial, role: Role, dp_rank: int, ports: Ports) -> EngineConfig:
@@ -200,7 +201,7 @@ class ConfigFactory:
                 scheduler_config=config.SchedulerConfig(
                     max_num_batched_tokens=_MOST_TOKENS, max_num_seqs=16, max_model_len=_MOST_TOKENS, is_encoder_decoder=False
                 ),
-                device_config=config.DeviceConfig("cpu"),
+                device_config=config.DeviceConfig(self._device),
                 kv_transfer_config=transfer,
             )
 

@@ -326,6 +326,7 @@ def serve(
     late_s: float,
     steps: Connection,
     questions: Connection,
+    make: Callable[..., Worker] = Worker,
 ) -> None:
     """Body of a rank's process: build the worker, then answer (method, arguments) on both pipes until the driver ends it.
 
@@ -333,7 +334,7 @@ def serve(
     purpose doesn't say that it is up.
     """
     try:
-        worker = Worker(trial, config, tp_rank, rendezvous, ports, late_s)
+        worker = make(trial, config, tp_rank, rendezvous, ports, late_s)
     except Exception as error:
         name = trial.endpoint(config.role).rank_name(config.dp_rank, tp_rank)
         traceback.print_exc()

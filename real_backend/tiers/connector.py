@@ -1,6 +1,7 @@
 """The connector tier: scenarios on vLLM's own connector.
 
-Scenarios of one pair of trees share one import, and run at the same time as far as cores and memory allow.
+Scenarios of one pair of trees share one import, and run at the same time as far as cores and memory allow. With
+`KVCOVER_DEVICE=cuda` caches are in GPU memory.
 """
 
 from __future__ import annotations
@@ -19,12 +20,13 @@ from typing import Any
 import msgspec
 
 from kvcover.real_backend.driver.harness import Harness
+from kvcover.real_backend.driver.processes import device
 from kvcover.real_backend.driver.reports import RunSeen
 from kvcover.real_backend.driver.trial import Limits, Trial
 from kvcover.real_backend.machine.trees import Tree, check_machine, choose
 from kvcover.real_backend.tiers.declared import DRAWN, INJECTED, PINS, fit
 from kvcover.real_backend.tiers.report import to_result
-from kvcover.real_backend.tiers.translate import free_mb, memory_mb, to_trial
+from kvcover.real_backend.tiers.translate import free_mb, memory_mb, refuse_unlike_layers, to_trial
 from kvcover.sim.errors import InputError, TierError
 from kvcover.sim.progress import Progress, progress
 from kvcover.sim.releases.records import NEWEST
@@ -33,6 +35,7 @@ from kvcover.sim.scenario.scenario import Scenario
 from kvcover.sim.tiers import NOT_BEGUN, Capabilities, Pace, Tier
 
 _RANKS_A_CORE = 8
+_RANKS_A_GPU = 16
 _WORKERS = 32
 _POLL_S = 0.2
 
@@ -95,6 +98,8 @@ def _group(scenarios: Sequence[Scenario], vllms: Sequence[str | None]) -> list[_
         geometry = trial.setup.geometry
         if geometry.layers == 1 and not geometry.mla:
             raise TierError("model", "one layer of split K and V can't be run on the connector tier", "use two layers")
+        if device() == "cuda":
+            refuse_unlike_layers(trial)
         key = (*trees, trial.limits.read_abort_s)
         groups.setdefault(key, _Shared(trees, key[2], {})).trials[index] = trial
     return list(groups.values())
@@ -176,6 +181,8 @@ class _Budget:
 
     def __init__(self) -> None:
         self.ranks = _RANKS_A_CORE * len(os.sched_getaffinity(0)) if sys.platform == "linux" else _RANKS_A_CORE
+        if device() == "cuda":
+            self.ranks = min(self.ranks, _RANKS_A_GPU)
         self._memory_mb = 0.6 * free_mb()
         self._used_ranks, self._used_mb, self._stopped = 0, 0, False
         self._changed = threading.Condition()

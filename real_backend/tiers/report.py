@@ -15,6 +15,8 @@ from kvcover.sim.results.story import story
 from kvcover.sim.simulate import replay_line
 
 _LOG_LINES = 40
+ON_GPU = "KVCOVER_DEVICE=cuda "
+"""What stands before a command line for caches in GPU memory."""
 
 
 def to_result(
@@ -30,7 +32,8 @@ def to_result(
         events=len(seen.record.history),
         virtual_ns=None,
         seconds=seen.seconds,
-        replay=replay_line(setup.scenario) + " --tier connector" + (f" --vllm {vllm}" if vllm else ""),
+        replay=f"{ON_GPU if _device(infos) == 'cuda' else ''}{replay_line(setup.scenario)} --tier connector"
+        + (f" --vllm {vllm}" if vllm else ""),
         backend=_backend(trial, seen, infos),
     )
 
@@ -46,6 +49,7 @@ def _backend(trial: Trial, seen: RunSeen, infos: tuple[dict[str, Any], dict[str,
     race = race_of(trial, seen)
     return {
         "mori": "loopback",
+        "device": _device(infos),
         "cells": "tagged 4-byte values",
         "layer_collectives": True,
         "prefill_vllm": prefill,
@@ -59,6 +63,11 @@ def _backend(trial: Trial, seen: RunSeen, infos: tuple[dict[str, Any], dict[str,
         "stories": [story(seen.record, request.index) for request in trial.setup.requests],
         "log_tail": _log(seen),
     }
+
+
+def _device(infos: tuple[dict[str, Any], dict[str, Any]]) -> str:
+    """The kind of device whose memory held the caches."""
+    return str(infos[0].get("device", "cpu")).partition(":")[0]
 
 
 def _log(seen: RunSeen) -> list[str]:

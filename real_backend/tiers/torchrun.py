@@ -39,11 +39,12 @@ from kvcover.real_backend.driver.reports import RunSeen
 from kvcover.real_backend.driver.trial import ROLES, Limits, Role, Trial
 from kvcover.real_backend.inside import scheduler
 from kvcover.real_backend.inside.device_worker import DeviceWorker, prepare_device, suit
+from kvcover.real_backend.inside.gpu_worker import leave_no_handles
 from kvcover.real_backend.inside.raising import raised_by
 from kvcover.real_backend.inside.vllm_setup import ConfigFactory, describe, prepare
 from kvcover.real_backend.machine.trees import Tree, choose, refuse_other_release
 from kvcover.real_backend.tiers.hardware import hardware_tier
-from kvcover.real_backend.tiers.report import to_result
+from kvcover.real_backend.tiers.report import ON_GPU, to_result
 from kvcover.real_backend.tiers.translate import refuse_unlike_layers, to_trial
 from kvcover.sim.errors import InputError, TierError
 from kvcover.sim.releases.records import NEWEST
@@ -157,7 +158,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("-o", "--output", type=Path, required=True, help="file for the result, written by the first rank")
     parser.add_argument("--vllm", help="release, path or installed; of this node (default: the installed one, if it is named)")
     parser.add_argument("--transport", choices=("rdma", "xgmi"), default="rdma", help="what MoRI moves bytes by")
-    parser.add_argument("--loopback-test", action="store_true", help="test this body on CPU memory: proves nothing of hardware")
+    parser.add_argument("--loopback-test", action="store_true", help="over the stand-in: proves nothing of MoRI or a NIC")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="whose memory the stand-in uses")
     options = parser.parse_args(arguments)
     meeting = join()
     try:
@@ -184,15 +186,15 @@ def _be_rank(options: argparse.Namespace, meeting: Meeting) -> None:
     mine = positions(trial)[meeting.rank]
     test = options.loopback_test
     host = own_host(test)
+    device = _device(meeting.local_rank) if not test or options.device == "cuda" else "cpu"
     tree = _tree(options.vllm, (mine.role == "decode" and scenario.decode_release) or scenario.release)
     with ExitStack() as stack, tempfile.TemporaryDirectory(prefix="kvcover-") as work:
         ports = _agree_on_ports(meeting, trial, mine, host, stack)
         if test:
-            prepare(tree.path, trial.limits.read_abort_s)
+            prepare(tree.path, trial.limits.read_abort_s, options.device)
         else:
             prepare_device(tree.path, trial.limits.read_abort_s, host)
         config = ConfigFactory(Path(work) / "models").engine(trial, mine.role, mine.dp, ports[mine.role])
-        device = "cpu" if test else _device(meeting.local_rank)
         suit(config, host, options.transport, device.partition(":")[0])
         about = describe(tree.path) | {
             "mori": "loopback" if test else _mori(options.transport),
@@ -263,7 +265,7 @@ def _device(local_rank: int) -> str:
     torch: Any = importlib.import_module("torch")
     count = int(torch.cuda.device_count())
     if not count:
-        raise TierError("--tier hardware", "torch sees no GPU", "see `kvcover doctor --tier hardware`")
+        raise TierError("torch", "sees no GPU", "see `kvcover doctor --tier hardware`")
     return f"cuda:{local_rank % count}"
 
 
@@ -387,12 +389,14 @@ def _result(options: argparse.Namespace, trial: Trial, seen: RunSeen, abouts: li
     result = to_result(trial, seen, (leader, decode), infos, options.vllm)
     hosts = {about["host"]: sorted({each["device"] for each in abouts if each["host"] == about["host"]}) for about in abouts}
     backend = {**getattr(result, "backend", {}), "mori": abouts[0]["mori"], "launcher": "torchrun", "hosts": hosts}
-    tier = "connector" if options.loopback_test else "hardware"
-    replay = result.replay.replace("--tier connector", f"--tier {tier}")
+    tier, replay = "connector", result.replay
+    if not options.loopback_test:
+        tier, replay = "hardware", result.replay.removeprefix(ON_GPU).replace("--tier connector", "--tier hardware")
     return msgspec.structs.replace(result, tier=tier, replay=replay, backend=backend).to_json()
 
 
 if __name__ == "__main__":
     code = main()
+    leave_no_handles(os.getpid())
     sys.stdout.flush()
     os._exit(code)  # the connector's threads never end

@@ -24,7 +24,7 @@ EXPECTED: dict[tuple[str, str], tuple[str, str]] = {  # 0.27.0, 0.33.0
     ("write", "fail-leg:prefill"): ("hang", "hang"),
     ("write", "fail-leg:decode"): ("failed", "failed"),
     ("write", "delay-leg:prefill,ms=300"): ("ok", "ok"),
-    ("write", "delay-leg:decode,ms=3000"): ("hang", "failed"),
+    ("write", "delay-leg:decode,ms=6000"): ("hang", "failed"),
     ("read", "stop-at-prefill:0"): ("crash", "corrupt"),
     ("read", "fail-leg:prefill"): ("failed", "failed"),
     ("read", "delay-leg:decode,ms=3000"): ("degraded", "degraded"),

@@ -4,14 +4,14 @@ Only the surface that vLLM's MoRI-IO connector uses is here, with the semantics 
 that starts INIT and never leaves an error, list and bound checks before anything moves, an empty batch that succeeds at
 once, and no finer bound than the registered region. What the real library does to speed a batch up (merging, several
 queue pairs) can't be seen from outside and is left out. Bytes move at the post, with `process_vm_readv` and
-`process_vm_writev`, so both processes must belong to one user; `completion_delay_s` postpones bytes and completion.
+`process_vm_writev`, so both processes must belong to one user; `completion_delay_s` postpones bytes and completion. GPU memory:
+see `device.py`.
 """
 
 # ruff: noqa: N802, A002 -- the real library's spelling
 
 from __future__ import annotations
 
-import ctypes
 import os
 import threading
 import time
@@ -21,6 +21,8 @@ from enum import IntEnum
 from typing import Any, ClassVar
 
 import msgpack
+
+from mori import host
 
 __all__ = [
     "BackendType",
@@ -42,9 +44,6 @@ completion_delay_s = float(os.environ.get("KVCOVER_LOOPBACK_DELAY_S", "0"))
 """Seconds between the post of a batch and its bytes and completion; 0 does both inside the post. May be set at any time."""
 
 _MAX_TRANSFER_BYTES = 2**32 - 1
-_IOV_MAX = 1024
-_PR_SET_PTRACER = 0x59616D61
-_libc = ctypes.CDLL(None, use_errno=True)
 
 
 class BackendType(IntEnum):
@@ -162,6 +161,8 @@ class MemoryDesc(_Packed):
     data: int
     size: int
     loc: int
+    handle: bytes = b""
+    """How a peer opens it if it is a GPU's memory."""
 
     @staticmethod
     def unpack(data: bytes) -> MemoryDesc:
@@ -229,7 +230,8 @@ class IOEngine:
         self._next_memory_id = 0
         self._next_uid = 0
         self._lock = threading.Lock()
-        _allow_peers_into_this_process()
+        self._on_gpu: dict[int, Any] = {}
+        host.allow_peers()
 
     def create_backend(self, type: BackendType, config: RdmaBackendConfig | XgmiBackendConfig | None = None) -> None:
         """Choose a transport. Without one no session can be made, as in the real library."""
@@ -248,7 +250,7 @@ class IOEngine:
         self._peers.pop(engine_desc.key, None)
 
     def register_torch_tensor(self, tensor: Any) -> MemoryDesc:
-        """Register a contiguous CPU tensor of any shape; raises RuntimeError if it is not contiguous."""
+        """Register a contiguous tensor of any shape; raises RuntimeError if it is not contiguous."""
         if not tensor.is_contiguous():
             raise RuntimeError("input tensor must be contiguous")
         with self._lock:
@@ -256,7 +258,13 @@ class IOEngine:
             memory_id = self._next_memory_id
         nbytes = int(tensor.nelement()) * int(tensor.element_size())
         address = int(tensor.data_ptr())
-        return MemoryDesc(self._desc.key, memory_id, -1, "", address, nbytes, int(MemoryLocationType.CPU))
+        if not tensor.is_cuda:
+            return MemoryDesc(self._desc.key, memory_id, -1, "", address, nbytes, int(MemoryLocationType.CPU))
+        from mori import device
+
+        region = self._on_gpu[memory_id] = device.as_bytes(tensor)
+        place = (tensor.device.index, "", address, nbytes, int(MemoryLocationType.GPU))
+        return MemoryDesc(self._desc.key, memory_id, *place, device.export(region))
 
     def deregister_memory(self, mem_desc: MemoryDesc) -> None:
         """Do nothing: regions are not tracked."""
@@ -268,7 +276,7 @@ class IOEngine:
         peer = self._peers.get(remote_mem.engine_key)
         if peer is None:
             raise RuntimeError(f"remote engine {remote_mem.engine_key} is not registered")
-        return IOEngineSession(local_mem, remote_mem, peer.pid)
+        return IOEngineSession(local_mem, remote_mem, peer.pid, self._on_gpu.get(local_mem.id))
 
     def allocate_transfer_uid(self) -> int:
         """Return a number that names one transfer of this engine."""
@@ -299,10 +307,12 @@ class IOEngine:
 class IOEngineSession:
     """A pair of regions. Offsets are bytes from the start of each; `sizes` are bytes."""
 
-    def __init__(self, local: MemoryDesc, remote: MemoryDesc, remote_pid: int) -> None:
+    def __init__(self, local: MemoryDesc, remote: MemoryDesc, remote_pid: int, local_gpu: Any = None) -> None:
         self._local = local
         self._remote = remote
         self._remote_pid = remote_pid
+        self._local_gpu = local_gpu
+        self._remote_gpu: Any = None
 
     def batch_read(
         self, local_offsets: Sequence[int], remote_offsets: Sequence[int], sizes: Sequence[int], transfer_uid: int, /
@@ -364,35 +374,23 @@ class IOEngineSession:
         return ""
 
     def _move(self, kind: str, local: Sequence[int], remote: Sequence[int], sizes: Sequence[int], status: TransferStatus) -> None:
-        here = [(self._local.data + offset, size) for offset, size in zip(local, sizes, strict=True)]
-        there = [(self._remote.data + offset, size) for offset, size in zip(remote, sizes, strict=True)]
+        ranges = list(zip(local, remote, sizes, strict=True))
         try:
-            for start in range(0, len(here), _IOV_MAX):
-                _vm_copy(kind, self._remote_pid, here[start : start + _IOV_MAX], there[start : start + _IOV_MAX])
-        except OSError as error:
+            if self._local_gpu is not None:
+                self._move_on_gpu(kind, ranges)
+            else:
+                host.copy(kind, self._remote_pid, self._local.data, self._remote.data, ranges)
+        except (OSError, RuntimeError) as error:  # the peer's process or its GPU memory is gone
             status.Update(StatusCode.ERR_RDMA_OP, f"transport retry counter exceeded ({error})")
         else:
             status.Update(StatusCode.SUCCESS)
 
+    def _move_on_gpu(self, kind: str, ranges: list[tuple[int, int, int]]) -> None:
+        from mori import device
 
-class _Iovec(ctypes.Structure):
-    _fields_ = [("iov_base", ctypes.c_void_p), ("iov_len", ctypes.c_size_t)]
-
-
-def _vm_copy(kind: str, pid: int, here: list[tuple[int, int]], there: list[tuple[int, int]]) -> None:
-    """Copy one vector of ranges to or from process `pid`; raises OSError, also when only a part was copied."""
-    here_vector = (_Iovec * len(here))(*(_Iovec(*each) for each in here))
-    there_vector = (_Iovec * len(there))(*(_Iovec(*each) for each in there))
-    call = _libc.process_vm_readv if kind == "read" else _libc.process_vm_writev
-    call.restype = ctypes.c_ssize_t
-    copied = call(pid, here_vector, len(here), there_vector, len(there), 0)
-    if copied < 0:
-        code = ctypes.get_errno()
-        raise OSError(code, os.strerror(code))
-    if copied != sum(size for _, size in here):
-        raise OSError(f"only {copied} bytes of the batch were copied")
-
-
-def _allow_peers_into_this_process() -> None:
-    """Let any process of this user reach this one's memory where the Yama module would forbid it; harmless elsewhere."""
-    _libc.prctl(_PR_SET_PTRACER, ctypes.c_ulong(-1), 0, 0, 0)
+        if self._remote_gpu is None:
+            self._remote_gpu = device.opened(self._remote.handle)
+        if kind == "read":
+            device.copy(self._remote_gpu, self._local_gpu, [(there, here, size) for here, there, size in ranges])
+        else:
+            device.copy(self._local_gpu, self._remote_gpu, ranges)
