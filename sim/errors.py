@@ -33,6 +33,10 @@ class TierError(InputError):
     """The tier that was asked for can't run here. It never falls back to another."""
 
 
+class NotBegun(TierError):
+    """A run that did not begin in the time that it was given: neither a pass nor a failure of anything."""
+
+
 class PeerRefusal(KvcoverError):
     """A connector function raised: `error` is the exception class that the real code raises there.
 

@@ -12,12 +12,13 @@ from kvcover.faults import KINDS
 from kvcover.sim.cache.ledger import Count
 from kvcover.sim.errors import TierError
 from kvcover.sim.moriio.transfer import Transfer
+from kvcover.sim.progress import progress, watched
 from kvcover.sim.results.judge import judge
 from kvcover.sim.results.record import Course, EngineEnd, Record
 from kvcover.sim.results.result import Result
 from kvcover.sim.scenario.scenario import Scenario, fault_of
 from kvcover.sim.scenario.setup import Setup, resolve
-from kvcover.sim.tiers import Capabilities, Tier
+from kvcover.sim.tiers import NOT_BEGUN, Capabilities, Pace, Tier
 from kvcover.sim.world import World
 
 
@@ -41,12 +42,20 @@ class ModelTier(Tier):
     can = Capabilities(faults=frozenset(KINDS), virtual_time=True, policies=True)
 
     def _run_all(
-        self, scenarios: Sequence[Scenario], vllms: Sequence[str | None], keep_errors: bool
+        self, scenarios: Sequence[Scenario], vllms: Sequence[str | None], keep_errors: bool, pace: Pace
     ) -> Sequence[Result | TierError]:
-        from kvcover.sim.results.show import progress  # rich, which a single run does not need
-
         setups = [resolve(scenario) for scenario in scenarios]
-        return [run_world(setup)[0] for setup in progress(setups, "runs")]
+        if len(setups) == 1:
+            world = World(setups[0])
+            with watched(lambda: f"{world.clock.events} events, {world.clock.now / 1e6:.0f} ms of virtual time"):
+                return [played(world)]
+        results: list[Result | TierError] = []
+        with progress(len(setups), "runs") as bar:
+            for position, setup in enumerate(setups):
+                results.append(NOT_BEGUN if pace.over() else run_world(setup)[0])
+                pace.done(position, results[-1])
+                bar.advance()
+        return results
 
     def _check(self, scenario: Scenario, vllm: str | None) -> None:
         resolve(scenario)
@@ -62,18 +71,22 @@ def run_world(setup: Setup) -> tuple[Result, World]:
     >>> sorted(event.actor for event in world.history.events("told"))
     ['D0', 'D1']
     """
-    started = time.perf_counter()
     world = World(setup)
+    return played(world), world
+
+
+def played(world: World) -> Result:
+    """Play a world to its end and judge it."""
+    started = time.perf_counter()
     world.run()
-    result = judge(
+    return judge(
         record_of(world),
         digest=world.history.digest(),
         events=world.clock.events,
         virtual_ns=world.history.last_ns(),
         seconds=time.perf_counter() - started,
-        replay=replay_line(setup.scenario),
+        replay=replay_line(world.setup.scenario),
     )
-    return result, world
 
 
 def record_of(world: World) -> Record:

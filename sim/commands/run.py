@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from kvcover.sim.commands.gating import check_outputs, junit_option, write_junit
 from kvcover.sim.commands.options import (
     build_scenario,
     causes_options,
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 @click.option("--prefill", metavar="tp=N[,dp=N]", help="Size of the prefill engine.")
 @click.option("--decode", metavar="tp=N[,dp=N]", help="Size of the decode engine.")
 @click.option("--trace", metavar="FILE", help="Write every event as a timeline for Perfetto or chrome://tracing.")
+@junit_option
 @causes_options
 @scenario_options
 def command(
@@ -39,6 +41,7 @@ def command(
     prefill: str | None,
     decode: str | None,
     trace: str | None,
+    junit: str | None,
     causes: bool,
     budget: float | None,
     **options: Any,
@@ -68,7 +71,7 @@ def command(
         if found := sizes(f"--{name}", text):
             data[name] = {**data.get(name, {}), **found}
     built = build_scenario(data)
-    check_output(options["output"], scenario, built.model)
+    check_outputs(options["output"], junit, scenario, built.model)
     result = tier.run(built, options["vllm"]) if trace is None else _run_traced(built, trace, scenario, options)
     if causes:
         from kvcover.sim.search.causes import explain
@@ -81,10 +84,16 @@ def command(
         from kvcover.sim.results.show import show_result
 
         show_result(result)
-    if options["check"] or built.expect is not None:
-        from kvcover.sim.results.verdict import judge_run
 
-        conclude(judge_run(result, built.expect, check=options["check"]))
+    from kvcover.sim.results.gate import Cell
+    from kvcover.sim.results.verdict import judge_run
+
+    asked = options["check"] or built.expect is not None
+    verdict = judge_run(result, built.expect, check=options["check"] or not asked)
+    cell = Cell(name=scenario or "scenario", verdict=verdict, seconds=result.seconds, replay=result.replay)
+    write_junit(junit, "kvcover run", [cell], verdict)
+    if asked:
+        conclude(verdict)
 
 
 def _run_traced(built: Scenario, path: str, scenario: str | None, options: dict[str, Any]) -> Result:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from kvcover.sim.commands.options import causes_options, check_causes
-from kvcover.sim.errors import InputError
+from kvcover.sim.errors import InputError, short
 
 if TYPE_CHECKING:
     from kvcover.sim.results.result import Result
@@ -80,15 +79,17 @@ def _plain(text: str) -> str:
 
 
 def _read(path: str) -> dict[str, Any]:
+    from kvcover.sim.files import MB, read_text
+
+    hint = "give a file written by `kvcover run -o FILE`"
     try:
-        text = sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8")
-        data = json.loads(text)
-    except OSError as error:
-        raise InputError(
-            path, f"can't be read: {error.strerror or error}", "give a file written by `kvcover run -o FILE`"
-        ) from None
+        data = json.loads(read_text(path, 64 * MB, hint))
     except (ValueError, RecursionError):
-        raise InputError(path, "is not one JSON object", "give a file written by `kvcover run -o FILE`") from None
+        raise InputError(path, "is not one JSON object", hint) from None
+    if isinstance(data, list) and len(data) == 1:
+        data = data[0]
     if not isinstance(data, dict):
-        raise InputError(path, "is not one JSON object", "give a file written by `kvcover run -o FILE`")
+        raise InputError(path, "is not one JSON object", hint)
+    if data.get("schema") != 1:
+        raise InputError(path, f"has schema {short(data.get('schema'))}", "this kvcover reads schema 1")
     return data

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
 from kvcover.sim.results.result import GOOD, MEANING, OUTCOMES, RankCoverage, Remedies, Result, raced
 from kvcover.sim.results.verdict import judge_cells, together
 
-Item = TypeVar("Item")
 _STYLE = {"ok": "green", "refused": "cyan", "recomputed": "cyan", "failed": "yellow", "degraded": "yellow",
           "leak": "yellow", "hang": "magenta", "crash": "red", "corrupt": "bold red", "vacuous": "reverse"}  # fmt: skip
 _MAX_RANK_ROWS = 16
@@ -37,16 +33,6 @@ def console() -> Console:
     """Standard output; without colour and 80 columns wide when it is not a terminal."""
     out = _Plain()
     return out if out.is_terminal else _Plain(width=80, color_system=None)
-
-
-def progress(items: Sequence[Item], what: str) -> Iterator[Item]:
-    """Go through items with a bar on stderr, if that is a terminal."""
-    if not sys.stderr.isatty() or len(items) < 2:
-        yield from items
-        return
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        yield from bar.track(items, description=what)
 
 
 def fraction(value: float | None) -> str:
@@ -132,7 +118,8 @@ def matrix_markdown(results: list[Result]) -> str:
         lines += [f"**{mode.upper()}**, vLLM {_releases(first)}, {first.model}, {first.tier} tier: coverage and outcome", ""]
         lines += ["| P \\ D | " + " | ".join(f"TP{tp}" for tp in columns) + " |", "|---" * (len(columns) + 1) + "|"]
         for prefill in dict.fromkeys(result.prefill["tp"] for result in mine):
-            row = [f"{fraction(r.coverage)} {r.outcome}{_race(r)}" for r in mine if r.prefill["tp"] == prefill]
+            cells = {r.decode["tp"]: r for r in mine if r.prefill["tp"] == prefill}
+            row = [f"{fraction(r.coverage)} {r.outcome}{_race(r)}" if (r := cells.get(tp)) else "not run" for tp in columns]
             lines.append(f"| TP{prefill} | " + " | ".join(row) + " |")
         lines.append("")
     backend = results[0].backend
@@ -166,7 +153,10 @@ def _show_mode(out: Console, results: list[Result]) -> None:
         for prefill in dict.fromkeys(result.prefill["tp"] for result in results):
             row: list[Text] = [Text(f"TP{prefill}")]
             for decode in part:
-                result = cells[prefill, decode]
+                result = cells.get((prefill, decode))
+                if result is None:
+                    row.append(Text("not run", style="reverse"))
+                    continue
                 row.append(Text(fraction(result.coverage) + "\n").append_text(outcome_text(result.outcome)).append(_race(result)))
             table.add_row(*row, end_section=True)
         out.print(table)

@@ -21,6 +21,7 @@ import msgspec
 from kvcover.faults.params import LEGS
 from kvcover.sim.cache.geometry import Geometry
 from kvcover.sim.errors import InputError
+from kvcover.sim.progress import each
 from kvcover.sim.releases.policies import FIELDS
 from kvcover.sim.releases.records import REFERENCE, RELEASES
 from kvcover.sim.releases.watched import watched
@@ -29,7 +30,6 @@ from kvcover.sim.results.findings import find
 from kvcover.sim.results.outcome import plan_of, rank_coverages, sets_of
 from kvcover.sim.results.races import find_races
 from kvcover.sim.results.result import OUTCOMES, Remedies, Remedy, Result, Shown
-from kvcover.sim.results.show import progress
 from kvcover.sim.results.verdict import judge_run
 from kvcover.sim.scenario.routers import ROUTERS
 from kvcover.sim.scenario.scenario import Scenario
@@ -118,7 +118,7 @@ class Search:
 
     def singles(self) -> None:
         """Every flip alone."""
-        for flip in progress(self.flips, "flips"):
+        for flip in each(self.flips, "flips"):
             self._try(flip)
 
     def pairs(self, budget_s: float) -> None:

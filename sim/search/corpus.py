@@ -22,7 +22,7 @@ from kvcover.sim.results.result import GOOD, Result
 from kvcover.sim.results.verdict import Verdict, fail, judge_expected
 from kvcover.sim.scenario.scenario import Expect, Outcome, Scenario, build
 from kvcover.sim.scenario.setup import resolve
-from kvcover.sim.tiers import fault_kinds, load_tier
+from kvcover.sim.tiers import Tier, fault_kinds, load_tier
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "corpus.md"
 NOT_MODELLED = "_not_modelled.toml"
@@ -106,7 +106,12 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def name(self) -> str:
         """`vllm#47764 remedy 0.26.0`."""
-        return " ".join(part for part in (self.report.report, self.variant, self.release) if part)
+        return f"{self.of_any_release} {self.release}"
+
+    @property
+    def of_any_release(self) -> str:
+        """`vllm#47764 remedy`."""
+        return f"{self.report.report} {self.variant}".strip()
 
 
 class Judged(msgspec.Struct, frozen=True, kw_only=True):
@@ -298,14 +303,20 @@ def judge(case: Case, result: Result) -> Judged:
     return Judged(case=case, result=result, verdict=verdict)
 
 
+def able(wanted: Sequence[Case], tier: Tier) -> list[Case]:
+    """The cases whose faults a tier can inject; raises TierError if there are none."""
+    found = [case for case in wanted if tier.can.faults.issuperset(fault_kinds(case.scenario))]
+    if wanted and not found:
+        raise TierError("--tier", f"{tier.name!r} can't inject the faults of these reports", "use --tier model")
+    return found
+
+
 def run_cases(wanted: Sequence[Case], tier: str = "model") -> list[Judged]:
     """Run cases on a tier; those whose faults it can't inject are left out."""
     chosen = load_tier(tier)
-    able = [case for case in wanted if chosen.can.faults.issuperset(fault_kinds(case.scenario))]
-    if wanted and not able:
-        raise TierError("--tier", f"{tier!r} can't inject the faults of these reports", "use --tier model")
-    results = chosen.many([case.scenario for case in able])
-    return [judge(case, result) for case, result in zip(able, results, strict=True)]
+    cases = able(wanted, chosen)
+    results = chosen.many([case.scenario for case in cases])
+    return [judge(case, result) for case, result in zip(cases, results, strict=True)]
 
 
 # -- the page ----------------------------------------------------------------------------------------------------
