@@ -29,6 +29,7 @@ COMMANDS = {
     "why": "kvcover.sim.commands.why:command",
     "corpus": "kvcover.sim.commands.corpus:command",
     "explore": "kvcover.sim.commands.explore:explore",
+    "export-test": "kvcover.sim.commands.export_test:command",
     "replay": "kvcover.sim.commands.replay:command",
     "vllm": "kvcover.real_backend.commands.vllm:command",
     "vllm-tests": "kvcover.real_backend.commands.vllm_tests:command",
@@ -103,6 +104,8 @@ def kvcover() -> None:
 
 def main() -> None:
     """Run the command; every expected error is one line on stderr and exit code 2."""
+    if sys.stdout is None:  # its number would be that of the next file or socket
+        fail("standard output: is closed; leave it open, as with >/dev/null")
     _degrade_characters()
     try:
         code = _run()

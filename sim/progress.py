@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -46,6 +47,31 @@ def each(items: Sequence[Item], what: str) -> Iterator[Item]:
         for item in items:
             yield item
             bar.advance()
+
+
+@contextmanager
+def watched(text: Callable[[], str]) -> Iterator[None]:
+    """Say every few seconds how far something is of which nobody knows how much it will be, if anybody looks."""
+    terminal = sys.stderr is not None and sys.stderr.isatty()
+    if not terminal and os.environ.get(ASKED) != "1":
+        yield
+        return
+    over = threading.Event()
+
+    def tell() -> None:
+        while not over.wait(_EVERY_S):
+            line = f"kvcover: {text()}"
+            print(f"\r\x1b[K{line}" if terminal else line, end="" if terminal else "\n", file=sys.stderr, flush=True)
+
+    watcher = threading.Thread(target=tell, daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        over.set()
+        watcher.join()
+        if terminal:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
 
 class _Lines(Progress):

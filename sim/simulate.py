@@ -12,7 +12,7 @@ from kvcover.faults import KINDS
 from kvcover.sim.cache.ledger import Count
 from kvcover.sim.errors import TierError
 from kvcover.sim.moriio.transfer import Transfer
-from kvcover.sim.progress import progress
+from kvcover.sim.progress import progress, watched
 from kvcover.sim.results.judge import judge
 from kvcover.sim.results.record import Course, EngineEnd, Record
 from kvcover.sim.results.result import Result
@@ -45,6 +45,10 @@ class ModelTier(Tier):
         self, scenarios: Sequence[Scenario], vllms: Sequence[str | None], keep_errors: bool, pace: Pace
     ) -> Sequence[Result | TierError]:
         setups = [resolve(scenario) for scenario in scenarios]
+        if len(setups) == 1:
+            world = World(setups[0])
+            with watched(lambda: f"{world.clock.events} events, {world.clock.now / 1e6:.0f} ms of virtual time"):
+                return [played(world)]
         results: list[Result | TierError] = []
         with progress(len(setups), "runs") as bar:
             for position, setup in enumerate(setups):
@@ -67,18 +71,22 @@ def run_world(setup: Setup) -> tuple[Result, World]:
     >>> sorted(event.actor for event in world.history.events("told"))
     ['D0', 'D1']
     """
-    started = time.perf_counter()
     world = World(setup)
+    return played(world), world
+
+
+def played(world: World) -> Result:
+    """Play a world to its end and judge it."""
+    started = time.perf_counter()
     world.run()
-    result = judge(
+    return judge(
         record_of(world),
         digest=world.history.digest(),
         events=world.clock.events,
         virtual_ns=world.history.last_ns(),
         seconds=time.perf_counter() - started,
-        replay=replay_line(setup.scenario),
+        replay=replay_line(world.setup.scenario),
     )
-    return result, world
 
 
 def record_of(world: World) -> Record:

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from kvcover.sim.commands.gating import baseline_option, check_outputs, junit_option, show_gate, write_junit
-from kvcover.sim.commands.options import conclude, tier_option, write_output
+from kvcover.sim.commands.gating import baseline_option, check_outputs, junit_option, raise_first, show_gate, write_junit
+from kvcover.sim.commands.options import conclude, progress_option, tier_option, write_output
 from kvcover.sim.errors import InputError
 
 if TYPE_CHECKING:
@@ -30,6 +30,7 @@ _NAME, _CELL = 19, 6
 @click.option("--vllm", metavar="R|PATH|installed", help="The vLLM that a real tier runs; its release says what is expected.")
 @baseline_option("Fail only where a run is worse than there: what -o wrote earlier, or a release, run as well.")
 @junit_option
+@progress_option
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object a run instead of tables.")
 @click.option("-o", "--output", metavar="FILE", help="Write the JSON to a file as well.")
 @click.option("--check", is_flag=True, help="Exit with 1 if anything is not as expected.")
@@ -118,6 +119,7 @@ def _end(found: CorpusRun, baseline: str | None, junit: str | None, as_json: boo
         show_gate(cells, baseline, err=as_json)
     if baseline is not None or check:
         conclude(verdict)
+    raise_first(found.now.values())
 
 
 def _mark(verdict: Judged) -> str:

@@ -66,6 +66,10 @@ def explore(**options: Any) -> None:
     if options["out"] == "":
         raise InputError("--out", "'' is no folder", "name one, or leave the option out")
     tier = _chosen(options)
+    if options["baseline"] is not None:
+        from kvcover.sim.releases.records import get_release
+
+        options["baseline"] = get_release(options["baseline"], "--baseline").name
     check_outputs(options["output"], options["junit"])
     _processes(options["jobs"])
     jobs, total, what = _grid_jobs(options, tier) if options["grid"] is not None else _seed_jobs(options, tier)

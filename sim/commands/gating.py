@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from kvcover.sim.commands.options import check_output, write_output
-from kvcover.sim.errors import InputError
+from kvcover.sim.errors import InputError, TierError
 
 if TYPE_CHECKING:
     from kvcover.sim.results.gate import Cell
+    from kvcover.sim.results.result import Result
     from kvcover.sim.results.verdict import Verdict
 
 _SHOWN = 20
@@ -42,6 +43,13 @@ def write_junit(path: str | None, suite: str, cells: Sequence[Cell], whole: Verd
         from kvcover.sim.results.junit import junit
 
         write_output(path, junit(suite, cells, whole), "--junit")
+
+
+def raise_first(found: Iterable[Result | TierError]) -> None:
+    """Raise what the machine could not run, when all that it could is shown and written."""
+    for result in found:
+        if isinstance(result, TierError):
+            raise result
 
 
 def show_gate(cells: Sequence[Cell], baseline: str, err: bool = False) -> None:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvcover.sim.commands.gating import baseline_option, check_outputs, junit_option, show_gate, write_junit
+from kvcover.sim.commands.gating import baseline_option, check_outputs, junit_option, raise_first, show_gate, write_junit
 from kvcover.sim.commands.options import (
     build_scenario,
     conclude,
@@ -54,7 +54,7 @@ def command(mode: str, prefill: str, decode: str, markdown: bool, baseline: str 
     results = [result for result in now.values() if not isinstance(result, TierError)]
     lines = [result.to_json() for result in results]
     write_output(options["output"], results_text(options["output"], lines))
-    _show(results, [str(each) for each in now.values() if isinstance(each, TierError)], markdown, options["as_json"])
+    _show(results, lines, markdown, options["as_json"])
     _judge(now, before, baseline, junit, options)
 
 
@@ -80,23 +80,23 @@ def _run(scenarios: list[Scenario], baseline: str | None, options: dict[str, Any
     return dict(zip(named, now, strict=True)), stored if release is None else dict(zip(named, stock, strict=True))
 
 
-def _show(results: list[Result], not_run: list[str], markdown: bool, as_json: bool) -> None:
+def _show(results: list[Result], lines: list[str], markdown: bool, as_json: bool) -> None:
     if as_json:
-        click.echo("".join(result.to_json() + "\n" for result in results), nl=False)
+        click.echo("".join(line + "\n" for line in lines), nl=False)
     elif results and markdown:
         from kvcover.sim.results.show import matrix_markdown
 
-        click.echo(matrix_markdown(results, not_run))
+        click.echo(matrix_markdown(results))
     elif results:
         from kvcover.sim.results.show import show_matrix
 
-        show_matrix(results, not_run)
+        show_matrix(results)
 
 
 def _judge(now: Found, before: Found | None, baseline: str | None, junit: str | None, options: dict[str, Any]) -> None:
     """Say what is worse, write JUnit, and exit with what comes of it; without baseline and --check nobody asked."""
     from kvcover.sim.results.gate import cells_of, verdict_of
-    from kvcover.sim.results.verdict import judge_run, together
+    from kvcover.sim.results.verdict import judge_run
 
     cells = cells_of(now, before, lambda name, result: judge_run(result))
     verdict = verdict_of(cells, "pairings")
@@ -105,8 +105,7 @@ def _judge(now: Found, before: Found | None, baseline: str | None, junit: str | 
         show_gate(cells, baseline, err=options["as_json"])
     if baseline is not None or options["check"]:
         conclude(verdict)
-    if not_run := [str(each) for each in now.values() if isinstance(each, TierError)]:
-        conclude(together([], "pairings", not_run))
+    raise_first(now.values())
 
 
 def _reject_axes(data: dict[str, Any]) -> None:

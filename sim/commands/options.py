@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvcover.sim.errors import InputError, nearest, short
+from kvcover.sim.progress import ASKED
 from kvcover.sim.tiers import TIERS
 
 if TYPE_CHECKING:
@@ -60,6 +61,17 @@ _SCENARIO: tuple[Decorator, ...] = (
 )  # fmt: skip
 
 
+def _ask_for_progress(_ctx: click.Context, _param: click.Parameter, asked: bool) -> None:
+    if asked:
+        os.environ[ASKED] = "1"
+
+
+def progress_option(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`--progress`, for logs; on a terminal progress is always shown."""
+    text = "Say on stderr how far it is, and how long it will take, also where that is no terminal."
+    return click.option("--progress", is_flag=True, expose_value=False, callback=_ask_for_progress, help=text)(function)
+
+
 _CAUSES: tuple[Decorator, ...] = (
     click.option("--causes", is_flag=True, help="Of a bad run: flip each policy, key and fault, and say what heals it."),
     click.option("--budget", type=click.FloatRange(min=0, min_open=True), metavar="SECONDS",
@@ -82,7 +94,7 @@ def check_causes(causes: bool, budget: float | None) -> None:
 
 def scenario_options(function: Callable[..., Any]) -> Callable[..., Any]:
     """All options that describe a scenario and what to do with its result."""
-    for option in reversed(_SCENARIO):
+    for option in reversed((*_SCENARIO, progress_option)):
         function = option(function)
     return function
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
 import click
 
@@ -19,13 +18,14 @@ def command(file: str, as_json: bool) -> None:
 
     Exits with 1 when the result is not what the file expects, or when its digest is not the one in the file's comments.
     """
+    from kvcover.sim.files import MB, read_text
     from kvcover.sim.results.verdict import fail, inconclusive, judge_expected
     from kvcover.sim.scenario.scenario import Expect, load
     from kvcover.sim.search.example import stored_digest
     from kvcover.sim.simulate import run
 
     scenario = build_scenario(load(file))
-    stored = stored_digest(Path(file).read_text(encoding="utf-8"))
+    stored = stored_digest(read_text(file, MB, "give a scenario file"))
     try:
         result = run(scenario)
     except InputError:

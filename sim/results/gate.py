@@ -44,8 +44,12 @@ def cells_of(now: Found, baseline: Found | None, alone: Alone, skipped: Mapping[
 
 def verdict_of(cells: list[Cell], what: str) -> Verdict:
     """One verdict of all cells that the tier can run."""
-    named: list[Named] = [(cell.name, cell.verdict) for cell in cells if not cell.skipped]
+    named: list[Named] = [(cell.name, _short(cell.verdict)) for cell in cells if not cell.skipped]
     return together(named, what)
+
+
+def _short(verdict: Verdict) -> Verdict:
+    return msgspec.structs.replace(verdict, reasons=(first_of(verdict.reasons),) if verdict.reasons else ())
 
 
 def _cell(name: str, result: Result | TierError, baseline: Found | None, alone: Alone) -> Cell:

@@ -124,7 +124,7 @@ def result_of(row: Any, place: str) -> Result:
         raise InputError(place, f"holds {odd}, which is no number", _HINT)
     try:
         result = msgspec.convert(row, Result, strict=True)
-    except (msgspec.ValidationError, RecursionError) as error:
+    except (msgspec.ValidationError, RecursionError, UnicodeError) as error:  # halves of characters are no text
         raise InputError(place, f"is no result of kvcover: {error}", _HINT) from None
     _check_sense(result, place)
     return result

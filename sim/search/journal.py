@@ -34,8 +34,8 @@ class Journal:
         _probe(folder)
         whole = self._read(head) if self.path.exists() else 0
         try:
-            self._file = open(self.path, "ab")  # noqa: SIM115 - it lives as long as the exploration
-            self._file.truncate(whole)  # a line that a killed command left half written
+            if self.path.exists():
+                os.truncate(self.path, whole)  # a line that a killed command left half written
             if not whole:
                 self._write(head.encode())
         except OSError as error:
@@ -67,12 +67,8 @@ class Journal:
             raise _unwritable(self.path, error) from None
 
     def _write(self, line: bytes) -> None:
-        self._file.write(line + b"\n")
-        self._file.flush()
-
-    def close(self) -> None:
-        """Let go of the file."""
-        self._file.close()
+        with open(self.path, "ab") as file:
+            file.write(line + b"\n")
 
 
 def _probe(folder: Path) -> None:
