@@ -9,7 +9,8 @@ from concurrent.futures import ProcessPoolExecutor
 
 from benchmarks.bare_simpy import bare_write
 from benchmarks.speed import seconds
-from kvcover.sim.search.explore import Exploration, Work, run_jobs, seed_jobs
+from kvcover.sim.search.explore import Work, run_jobs, seed_jobs
+from kvcover.sim.search.failures import Exploration
 from kvcover.sim.search.swarm import Swarm, features_of
 
 P8_D8 = {

@@ -1,4 +1,4 @@
-"""Numbers and JSON as people write them, and nothing else that Python would read as such.
+"""Numbers, JSON and TOML as people write them, and nothing else that Python would read as such.
 
 `int` and `float` take `1_6`, `٤`, ` 4 ` and `nan`; `json` takes NaN, the last of two equal keys, and any depth.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+import tomllib
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,10 +15,12 @@ _WHOLE = re.compile(r"[+-]?[0-9]+")
 _NUMBER = re.compile(r"[+-]?[0-9]+(\.[0-9]+)?([eE][+-]?[0-9]{1,3})?")
 _MOST_DIGITS = 30  # more than any limit that a number is compared with
 _MOST_DEPTH = 32
+_PART = r"(?:[A-Za-z0-9_-]+|\"[^\"\n]*\"|'[^'\n]*')"
+_LONG_KEY = re.compile(rf"(?:^[ \t]*\[{{0,2}}|[{{,])[ \t]*{_PART}(?:[ \t]*\.[ \t]*{_PART}){{{_MOST_DEPTH}}}", re.MULTILINE)
 
 
 class UnfitJson(ValueError):
-    """JSON by its grammar, but not to be used; the message says why. Other bad text raises `json.JSONDecodeError`."""
+    """JSON or TOML by its grammar, but not to be used; the message says why. Other bad text raises `json.JSONDecodeError`."""
 
 
 def plain_int(text: str) -> int:
@@ -51,6 +54,13 @@ def plain_json_start(text: str) -> tuple[Any, int]:
     if too_deep(value):
         raise UnfitJson("is nested too deeply")
     return value, end
+
+
+def plain_toml(text: str) -> dict[str, Any]:
+    """A TOML document; raises `UnfitJson` for keys of so many parts that reading them takes all memory, other ValueErrors else."""
+    if _LONG_KEY.search(text):
+        raise UnfitJson("is nested too deeply")
+    return tomllib.loads(text)
 
 
 def too_deep(value: Any) -> bool:

@@ -8,6 +8,8 @@ This is the public door, and what a notebook needs is in it. Bad input is an `In
 
     describe    Scenario, Side, RequestSpec, Timers, Timing, Workload, Rdma, FabricSpec, Expect; load (a file), build (plain data)
     run         run; resolve (to a Setup) and run_world, for the finished World with its history; matrix, explore for many
+                load_tier (of TIERS) for a Tier with vLLM's own code: `load_tier("connector").run(scenario, vllm)`
+    judge       judge_run: the Verdict of a result, pass, fail or inconclusive, as every command gives it
     read        Result, Exploration; record_of (a world, as a Record) and story (one request of it, step by step)
     choose of   RELEASES, PRESETS (models), ROUTERS, FABRICS, FAULTS
     errors      KvcoverError, and of it InputError and TierError

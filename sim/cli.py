@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 import click
 
 from kvcover import __version__
-from kvcover.sim.errors import InputError, nearest, short
+from kvcover.sim.errors import InputError, nearest, plain, short
 
 COMMANDS = {
     "run": "kvcover.sim.commands.run:command",
@@ -29,6 +29,7 @@ COMMANDS = {
     "why": "kvcover.sim.commands.why:command",
     "corpus": "kvcover.sim.commands.corpus:command",
     "explore": "kvcover.sim.commands.explore:explore",
+    "export-test": "kvcover.sim.commands.export_test:command",
     "replay": "kvcover.sim.commands.replay:command",
     "vllm": "kvcover.real_backend.commands.vllm:command",
     "vllm-tests": "kvcover.real_backend.commands.vllm_tests:command",
@@ -103,6 +104,8 @@ def kvcover() -> None:
 
 def main() -> None:
     """Run the command; every expected error is one line on stderr and exit code 2."""
+    if sys.stdout is None:  # its number would be that of the next file or socket
+        fail("standard output: is closed; leave it open, as with >/dev/null")
     _degrade_characters()
     try:
         code = _run()
@@ -158,7 +161,7 @@ def _one_line(error: click.UsageError) -> str:
 def fail(text: str, code: int = 2) -> NoReturn:
     """One line on stderr, then exit. Long words and characters that can't be shown are cut and escaped."""
     words = [word if len(word) <= 160 else f"{word[:100]}...{word[-40:]}" for word in text.split()]
-    line = "".join(c if c.isprintable() else repr(c)[1:-1] for c in " ".join(words))
+    line = plain(" ".join(words))
     if len(line) > 1200:
         line = f"{line[:800]} ... {line[-300:]}"
     click.echo(f"kvcover: {line}", err=True)

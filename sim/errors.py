@@ -33,6 +33,10 @@ class TierError(InputError):
     """The tier that was asked for can't run here. It never falls back to another."""
 
 
+class NotBegun(TierError):
+    """A run that did not begin in the time that it was given: neither a pass nor a failure of anything."""
+
+
 class PeerRefusal(KvcoverError):
     """A connector function raised: `error` is the exception class that the real code raises there.
 
@@ -74,6 +78,11 @@ def _nearest_version(value: str, names: list[str]) -> list[str]:
     known = {name: [int(part or 0) for part in match.groups()] for name in names if (match := _VERSION.fullmatch(name))}
     same = [name for name, version in known.items() if version[0] == major]
     return sorted(same, key=lambda name: (abs(known[name][1] - minor), abs(known[name][2] - patch)))[:1]
+
+
+def plain(text: str) -> str:
+    """Text of a file as it may be shown: a file must not steer the terminal."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 def short(value: object) -> str:

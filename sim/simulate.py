@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import shlex
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import msgspec
 
@@ -13,13 +12,14 @@ from kvcover.faults import KINDS
 from kvcover.sim.cache.ledger import Count
 from kvcover.sim.errors import InputError, TierError
 from kvcover.sim.moriio.transfer import Transfer
+from kvcover.sim.progress import progress, watched
 from kvcover.sim.results.depart import Step, steps_of
 from kvcover.sim.results.judge import judge
 from kvcover.sim.results.record import Course, EngineEnd, Record
 from kvcover.sim.results.result import Result
 from kvcover.sim.scenario.scenario import Scenario, build, fault_of
 from kvcover.sim.scenario.setup import Setup, resolve
-from kvcover.sim.tiers import Capabilities, Tier
+from kvcover.sim.tiers import NOT_BEGUN, Capabilities, Pace, Tier
 from kvcover.sim.world import World
 
 
@@ -43,12 +43,20 @@ class ModelTier(Tier):
     can = Capabilities(faults=frozenset(KINDS), virtual_time=True, policies=True)
 
     def _run_all(
-        self, scenarios: Sequence[Scenario], vllms: Sequence[str | None], keep_errors: bool
+        self, scenarios: Sequence[Scenario], vllms: Sequence[str | None], keep_errors: bool, pace: Pace
     ) -> Sequence[Result | TierError]:
-        from kvcover.sim.results.show import progress  # rich, which a single run does not need
-
         setups = [resolve(scenario) for scenario in scenarios]
-        return [run_world(setup)[0] for setup in progress(setups, "runs")]
+        if len(setups) == 1:
+            world = World(setups[0])
+            with watched(lambda: f"{world.clock.events} events, {world.clock.now / 1e6:.0f} ms of virtual time"):
+                return [played(world)]
+        results: list[Result | TierError] = []
+        with progress(len(setups), "runs") as bar:
+            for position, setup in enumerate(setups):
+                results.append(NOT_BEGUN if pace.over() else run_world(setup)[0])
+                pace.done(position, results[-1])
+                bar.advance()
+        return results
 
     def _check(self, scenario: Scenario, vllm: str | None) -> None:
         resolve(scenario)
@@ -64,18 +72,22 @@ def run_world(setup: Setup) -> tuple[Result, World]:
     >>> sorted(event.actor for event in world.history.events("told"))
     ['D0', 'D1']
     """
-    started = time.perf_counter()
     world = World(setup)
+    return played(world), world
+
+
+def played(world: World) -> Result:
+    """Play a world to its end and judge it."""
+    started = time.perf_counter()
     world.run()
-    result = judge(
+    return judge(
         record_of(world),
         digest=world.history.digest(),
         events=world.clock.events,
         virtual_ns=world.history.last_ns(),
         seconds=time.perf_counter() - started,
-        replay=replay_line(setup.scenario),
+        replay=replay_line(world.setup.scenario),
     )
-    return result, world
 
 
 def record_of(world: World) -> Record:
@@ -100,16 +112,16 @@ def record_of(world: World) -> Record:
     )
 
 
-def steps_of_result(place: str, result: Mapping[str, Any]) -> list[Step]:
-    """The events of a run whose result this is, read from JSON: those that a real run kept; the model plays its again.
+def steps_of_result(place: str, result: Result) -> list[Step]:
+    """The events of a run whose result this is: those that a real run kept; the model plays its again.
 
     Raises InputError, which names `place`, for a real result without events.
     """
-    if result.get("digest") is not None:
-        return steps_of(run_world(resolve(build(result["scenario"])))[1].history.rows)
+    if result.digest is not None:
+        return steps_of(run_world(resolve(build(result.scenario or {})))[1].history.rows)
     try:
-        return msgspec.convert(result["backend"]["events"], list[Step])
-    except (KeyError, TypeError, msgspec.ValidationError):
+        return msgspec.convert((result.backend or {})["events"], list[Step])
+    except (KeyError, msgspec.ValidationError):
         raise InputError(place, "keeps no events of its run", "write it again with `kvcover run -o FILE`") from None
 
 

@@ -6,14 +6,16 @@ whatever it is asked beyond that is refused here, up front and by name.
 
 from __future__ import annotations
 
+import math
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, overload
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, overload
 
 import msgspec
 
-from kvcover.sim.errors import InputError, TierError, nearest, short
+from kvcover.sim.errors import InputError, NotBegun, TierError, nearest, short
 
 if TYPE_CHECKING:
     from kvcover.sim.results.result import Result
@@ -44,6 +46,23 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     hardware: bool = False
 
 
+class Pace(NamedTuple):
+    """How many runs go on: none begins after `until` (by `time.monotonic()`), and `done` is told of each as it ends, by position.
+
+    A run that did not begin is NotBegun in the place of its result.
+    """
+
+    until: float = math.inf
+    done: Callable[[int, Result | TierError], None] = lambda position, result: None
+
+    def over(self) -> bool:
+        """Whether nothing may begin any more."""
+        return time.monotonic() >= self.until
+
+
+NOT_BEGUN = NotBegun("--budget", "it ended before this run began", "give more seconds")
+
+
 class Tier(ABC):
     """Somewhere to run scenarios. A tier never falls back to another: what it can't run raises TierError."""
 
@@ -61,21 +80,32 @@ class Tier(ABC):
 
     @overload
     def many(
-        self, scenarios: Sequence[Scenario], vllms: Sequence[str | None] | None = None, *, keep_errors: Literal[True]
+        self,
+        scenarios: Sequence[Scenario],
+        vllms: Sequence[str | None] | None = None,
+        *,
+        keep_errors: Literal[True],
+        pace: Pace = ...,
     ) -> list[Result | TierError]: ...
 
     def many(
-        self, scenarios: Sequence[Scenario], vllms: Sequence[str | None] | None = None, *, keep_errors: bool = False
+        self,
+        scenarios: Sequence[Scenario],
+        vllms: Sequence[str | None] | None = None,
+        *,
+        keep_errors: bool = False,
+        pace: Pace | None = None,
     ) -> Sequence[Result | TierError]:
         """One result a scenario, in order; `vllms` has what `--vllm` says for each.
 
         Whatever can't be run is refused before anything starts. What goes wrong in a run then is raised, and ends the others;
-        with `keep_errors` it takes the place of that run's result, and the others go on.
+        with `keep_errors` it takes the place of that run's result, and the others go on. `pace` is when to begin none any more,
+        and who is told of each as it ends.
         """
         chosen = [None] * len(scenarios) if vllms is None else list(vllms)
         for scenario, vllm in zip(scenarios, chosen, strict=True):
             self.refuse_undeclared(scenario, vllm)
-        return self._run_all(scenarios, chosen, keep_errors)
+        return self._run_all(scenarios, chosen, keep_errors, pace or Pace())
 
     def check(self, scenario: Scenario, vllm: str | None = None) -> None:
         """Raise TierError if the scenario can't be run here, InputError if it makes no sense. Runs nothing."""
@@ -84,6 +114,11 @@ class Tier(ABC):
 
     def fit(self, draft: dict[str, Any]) -> None:  # noqa: B027 - not abstract: most of what is drawn fits as it is
         """Round a drafted scenario, in place, to what this tier can do, as far as that leaves it the same kind of scenario."""
+
+    def release_of(self, vllm: str) -> str | None:
+        """The release that `--vllm` names here; None if nothing says which it is. Raises TierError if it is not there."""
+        refuse_options(self, {"--vllm": vllm})
+        return None
 
     def refuse_undeclared(self, scenario: Scenario, vllm: str | None = None) -> None:
         """Raise TierError for a fault, InputError for a vLLM, that this tier does not declare. Looks at no machine."""
@@ -95,7 +130,7 @@ class Tier(ABC):
 
     @abstractmethod
     def _run_all(
-        self, scenarios: Sequence[Scenario], vllms: Sequence[str | None], keep_errors: bool
+        self, scenarios: Sequence[Scenario], vllms: Sequence[str | None], keep_errors: bool, pace: Pace
     ) -> Sequence[Result | TierError]:
         """As `many`, of scenarios that ask for nothing undeclared."""
 

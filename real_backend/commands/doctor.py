@@ -24,19 +24,18 @@ def command(tier: str, peer: str | None, transport: Literal["rdma", "xgmi"], as_
 
     Exit code 0 if the tier can run here, 1 if not.
     """
-    from kvcover.real_backend.machine.doctor import Place, examine, lacking, parse_peer
+    from kvcover.real_backend.machine.doctor import Place, examine, parse_peer, verdict
 
     if tier not in TIERS:
         raise TierError("--tier", f"no tier {tier!r}", nearest(tier, TIERS))
     if peer is not None:
         parse_peer(peer)
     lines = examine(Place(peer=peer, transport=transport))
-    short = lacking(lines, tier)
+    judged = verdict(lines, tier)
     if as_json:
-        click.echo(json.dumps({"tier": tier, "ready": not short, "lines": [dataclasses.asdict(line) for line in lines]}))
+        click.echo(json.dumps({"tier": tier, "ready": judged.passed, "lines": [dataclasses.asdict(line) for line in lines]}))
     else:
         for line in lines:
             click.echo(f"{line.state:8} {line.name:16} {line.text}" + (f" → {line.how}" if line.how else ""))
-        verdict = f"needs {', '.join(line.name for line in short)}" if short else "can run here"
-        click.echo(f"the {tier} tier {verdict}")
-    sys.exit(int(bool(short)))
+        click.echo(judged.text or f"the {tier} tier can run here")
+    sys.exit(judged.exit_code)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-from pathlib import Path
 
 import click
 
@@ -26,8 +25,9 @@ def add(release_or_path: str) -> None:
     """Install a release such as 0.27.0, or register a working copy of vLLM at PATH."""
     from kvcover.real_backend.machine import trees
 
-    if os.sep in release_or_path or Path(release_or_path).is_dir():
-        tree = trees.add_working_copy(Path(release_or_path).expanduser())
+    path = trees.path_of(release_or_path, "vllm add")
+    if os.sep in release_or_path or path.is_dir():
+        tree = trees.add_working_copy(path)
         click.echo(f"registered the working copy {tree.path} ({tree.version or 'version unknown'})")
         return
     tree = trees.add_release(release_or_path, lambda line: click.echo(line, err=True))

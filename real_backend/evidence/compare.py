@@ -1,19 +1,20 @@
-"""Two results side by side."""
+"""Two results side by side, or two files of many, one by one."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from kvcover.sim.errors import InputError
+from kvcover.sim.results.read import read_rows, result_of
+from kvcover.sim.results.regress import pairing
+from kvcover.sim.results.result import Result
 
 _FIELDS = ("tier", "release", "decode_release", "mode", "model", "router", "prefill", "decode", "outcome", "coverage",
            "coverage_end", "wrong", "stray")  # fmt: skip
 _SETS = ("needed", "written", "told", "prefill_told", "prefill_released")
-_HINT = "give a file that `kvcover run --json -o FILE` wrote"
+WHAT_RAN = ("tier", "release", "decode_release", "router", "findings")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,28 +35,32 @@ class Line:
         return bool(self.first != self.second)
 
 
-def read_result(place: str) -> dict[str, Any]:
-    """The one result in a file. Raises InputError if there is none, or several."""
-    try:
-        lines = [line for line in Path(place).read_text(encoding="utf-8").splitlines() if line.strip()]
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(place, f"can't be read: {getattr(error, 'strerror', None) or error}", _HINT) from None
-    if len(lines) > 1 and not lines[0].rstrip().endswith("{"):
-        raise InputError(place, f"holds {len(lines)} results", "compare single runs")
-    try:
-        data = json.loads("\n".join(lines))
-    except (ValueError, RecursionError):
-        raise InputError(place, "is not JSON", _HINT) from None
-    if not isinstance(data, dict) or not {"schema", "outcome", "coverage", "by_rank", "sets"} <= set(data):
-        raise InputError(place, "is no result of kvcover", _HINT)
-    if data["schema"] != 1:
-        raise InputError(place, f"has schema {data['schema']!r}", "this kvcover reads schema 1")
-    return data
+def read_named(place: str) -> dict[str, Result]:
+    """The results in a file, by what tells them apart: a matrix's cell, or a report of the corpus and its release.
+
+    Raises InputError for a file that holds none, or two of one name.
+    """
+    found: dict[str, Result] = {}
+    rows = read_rows(place)
+    for number, row in enumerate(rows, 1):
+        result = result_of(row, place if len(rows) == 1 else f"{place}: result {number}")
+        name = pairing(result.mode, result.prefill["tp"], result.decode["tp"])
+        if isinstance(said := row.get("corpus"), dict):
+            name = f"{said.get('report')} {said.get('variant') or ''}".strip() + f", {result.release}"
+        if name in found:
+            raise InputError(place, f"holds two results of {name}", "give what one command wrote")
+        found[name] = result
+    return found
 
 
-def compare(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[Line]:
+def compare(first: Result, second: Result) -> list[Line]:
     """Everything that two results say, in order."""
-    return list(_lines(first, second))
+    return list(_lines(first.to_dict(), second.to_dict()))
+
+
+def seen(lines: list[Line]) -> list[Line]:
+    """Those that differ in what was seen, and not only in what ran or how it is told."""
+    return [line for line in lines if line.differs and line.name not in WHAT_RAN]
 
 
 def _lines(first: Mapping[str, Any], second: Mapping[str, Any]) -> Iterator[Line]:

@@ -14,8 +14,8 @@ import msgspec
 from kvcover.real_backend.machine.environment import environment
 from kvcover.sim.errors import InputError
 from kvcover.sim.releases.records import ALIASES, RELEASES
-from kvcover.sim.results.expect import unproven
 from kvcover.sim.results.result import GOOD, MEANING, Result
+from kvcover.sim.results.verdict import judge_run
 from kvcover.sim.scenario.routers import get_router
 from kvcover.sim.scenario.scenario import Scenario, build
 from kvcover.sim.tiers import Tier, load_tier
@@ -114,14 +114,16 @@ def judge(before: Result, after: Result) -> tuple[str, str]:
             return INCONCLUSIVE, f"{when} ({result.release}), the outcome is {result.outcome!r}"
         if any(finding.kind == "stalled" and "never came up" in finding.text for finding in result.findings):
             return INCONCLUSIVE, f"{when} ({result.release}), {result.findings[0].text}"
-    if after.outcome in GOOD and (why := unproven([after])):
-        return INCONCLUSIVE, f"after ({after.release}), {why}"
-    if before.outcome in GOOD:
+    was, now = judge_run(before), judge_run(after)
+    if now.status == "inconclusive":
+        return INCONCLUSIVE, f"after ({after.release}), {now.text}"
+    if was.status != "fail":
         return NOT_CONFIRMED, f"{_said(before)} already before: there is nothing to repair in this scenario"
-    if after.outcome not in GOOD:
-        why = f" ({after.findings[0].text})" if after.findings else ""
-        return NOT_CONFIRMED, f"{_said(after)} still after{why}"
-    return CONFIRMED, f"{_said(before)} before, {_said(after)} after"
+    if not now.passed:
+        why = after.findings[0].text if after.findings else now.text
+        return NOT_CONFIRMED, f"{_said(after)} still after ({why})"
+    but = f" ({was.text})" if before.outcome in GOOD else ""
+    return CONFIRMED, f"{_said(before)} before{but}, {_said(after)} after"
 
 
 def _said(result: Result) -> str:

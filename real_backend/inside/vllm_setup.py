@@ -21,6 +21,7 @@ from kvcover.real_backend.driver.processes import Ports
 from kvcover.real_backend.driver.trial import Role, Trial
 from kvcover.sim.cache.geometry import Geometry
 from kvcover.sim.cache.layers import Group
+from kvcover.sim.errors import InputError
 
 LOOPBACK = Path(__file__).parents[1] / "moriio" / "loopback"
 MORIIO_FOLDER = "vllm/distributed/kv_transfer/kv_connector/v1/moriio"
@@ -42,10 +43,13 @@ class EngineConfig:
 
 def user_cache() -> Path:
     """The folder of this user's for what kvcover keeps: `$KVCOVER_CACHE`, else `kvcover` in the user's cache folder."""
-    if own := os.environ.get("KVCOVER_CACHE"):
-        return Path(own).expanduser()
-    shared = os.environ.get("XDG_CACHE_HOME")
-    return (Path(shared) if shared else Path.home() / ".cache") / "kvcover"
+    try:
+        if own := os.environ.get("KVCOVER_CACHE"):
+            return Path(own).expanduser()
+        shared = os.environ.get("XDG_CACHE_HOME")
+        return (Path(shared) if shared else Path.home() / ".cache") / "kvcover"
+    except RuntimeError as error:  # no home folder, or that of a user who isn't there
+        raise InputError("KVCOVER_CACHE", f"no folder can be told: {error}", "name a folder by all of its path") from None
 
 
 def prepare(tree: Path | None, read_abort_s: float, device: str = "cpu") -> None:

@@ -22,10 +22,12 @@ from typing import Literal
 from kvcover.real_backend.machine.trees import cache, trees
 from kvcover.sim.errors import InputError
 from kvcover.sim.releases.records import NEWEST
+from kvcover.sim.results.verdict import PASS, Verdict, fail, inconclusive
 
 State = Literal["ok", "missing", "unknown"]
 _LOOPBACK = ("connector",)
 _HARDWARE = ("hardware",)
+_OWN = ("click", "msgspec", "numpy", "rich", "simpy")
 _ARCHITECTURES = ("gfx942", "gfx950")
 _PEER_LIMIT_S = 1.0
 _OLD_MORI, _NEW_MORI = "1.1.0", "1.2.3.post1"
@@ -84,6 +86,21 @@ def examine(place: Place) -> list[Look]:
 def lacking(lines: list[Look], tier: str) -> list[Look]:
     """Return what keeps a tier from running: all that it needs and that isn't known to be there."""
     return [line for line in lines if tier in line.tiers and line.state != "ok"]
+
+
+def verdict(lines: list[Look], tier: str) -> Verdict:
+    """Return whether a tier can run here; where nothing was looked at, nobody knows."""
+    if not any(tier in line.tiers for line in lines):
+        return inconclusive(f"nothing was looked at that the {tier} tier needs")
+    lacks = lacking(lines, tier)
+    return fail(f"the {tier} tier needs {', '.join(line.name for line in lacks)}") if lacks else PASS
+
+
+def _own_packages(place: Place) -> Iterator[Look]:
+    missing = [name for name in _OWN if find_spec(name) is None]
+    how = f"pip install {' '.join(missing)}"
+    text = f"no {', '.join(missing)}" if missing else ", ".join(_OWN)
+    yield Look("packages", "missing" if missing else "ok", text, how if missing else "", ("model", *_LOOPBACK, *_HARDWARE))
 
 
 def _system(place: Place) -> Iterator[Look]:
@@ -291,6 +308,7 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 CHECKS: tuple[Callable[[Place], Iterator[Look]], ...] = (
+    _own_packages,
     _system,
     _connector_extra,
     _trees,

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvcover.real_backend.inside.vllm_setup import MORIIO_FOLDER, tree_version, user_cache, version_file
-from kvcover.sim.errors import InputError, TierError
+from kvcover.sim.errors import InputError, TierError, short
 from kvcover.sim.releases.records import ALIASES, RELEASES
 
 _BUILD_NEEDS = ("torch", "setuptools", "setuptools_scm", "setuptools_rust", "wheel", "jinja2", "packaging")
@@ -95,7 +95,7 @@ def find(text: str) -> Tree:
     """The tree of a release, at a path, or the installed one."""
     if text == "installed":
         return installed()
-    path = Path(text).expanduser()
+    path = path_of(text, "--vllm")
     if os.sep in text or path.is_dir():
         check_tree(path)
         return _unambiguous(Tree(path.resolve(), tree_version(path), "working copy"))
@@ -106,6 +106,16 @@ def find(text: str) -> Tree:
     if not re.fullmatch(r"\d+\.\d+\.\d+\w*", text):
         raise TierError("--vllm", f"{text!r} is no release and no folder", "give a release such as 0.27.0, a path, or installed")
     raise TierError("--vllm", f"no vLLM {text} here", f"get it with `kvcover vllm add {text}`")
+
+
+def path_of(text: str, place: str) -> Path:
+    """The path that a name may be. Raises InputError for one that can be none: a user who isn't there, no end of letters."""
+    try:
+        path = Path(text).expanduser()
+        path.exists()
+    except (OSError, RuntimeError, ValueError) as error:
+        raise InputError(place, f"{short(text)} is no release and no folder: {error}", "give a release such as 0.27.0") from None
+    return path
 
 
 def check_tree(path: Path) -> None:
@@ -248,7 +258,7 @@ def add_working_copy(path: Path) -> Tree:
 
 def remove(text: str) -> Tree:
     """Delete a release from the cache, or forget a working copy. Nothing outside the cache is ever deleted."""
-    path = Path(text).expanduser()
+    path = path_of(text, "vllm remove")
     copies = _working_copies()
     if path.resolve() in copies:
         _write_working_copies([known for known in copies if known != path.resolve()])

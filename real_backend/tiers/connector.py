@@ -18,8 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from kvcover.real_backend.driver.harness import Harness
 from kvcover.real_backend.driver.processes import device
@@ -30,10 +28,11 @@ from kvcover.real_backend.tiers.declared import DRAWN, INJECTED, PINS, fit
 from kvcover.real_backend.tiers.report import to_result
 from kvcover.real_backend.tiers.translate import free_mb, memory_mb, refuse_unlike_layers, to_trial
 from kvcover.sim.errors import InputError, TierError
+from kvcover.sim.progress import Progress, progress
 from kvcover.sim.releases.records import NEWEST
 from kvcover.sim.results.result import Result
 from kvcover.sim.scenario.scenario import Scenario
-from kvcover.sim.tiers import Capabilities, Tier
+from kvcover.sim.tiers import NOT_BEGUN, Capabilities, Pace, Tier
 
 _RANKS_A_CORE = 8
 _RANKS_A_GPU = 16
@@ -59,22 +58,26 @@ class ConnectorTier(Tier):
     def fit(self, draft: dict[str, Any]) -> None:
         fit(draft)
 
+    def release_of(self, vllm: str) -> str | None:
+        prefill, decode = choose(vllm, NEWEST, None)
+        return prefill.release if prefill.release == decode.release else None
+
     def _check(self, scenario: Scenario, vllm: str | None) -> None:
         _group([scenario], [vllm])
 
     def _run_all(
-        self, scenarios: Sequence[Scenario], vllms: Sequence[str | None], keep_errors: bool
+        self, scenarios: Sequence[Scenario], vllms: Sequence[str | None], keep_errors: bool, pace: Pace
     ) -> Sequence[Result | TierError]:
         check_machine()
         groups = _group(scenarios, vllms)
         results: dict[int, Result | TierError] = {}
-        with _progress(len(scenarios)) as progress, tempfile.TemporaryDirectory(prefix="kvcover-") as work:
+        with progress(len(scenarios), "starting") as bar, tempfile.TemporaryDirectory(prefix="kvcover-") as work:
             harnesses: list[Harness] = []
             try:
                 for group in groups[:2]:
                     harnesses.append(_start(group, Path(work)))
                 for position, group in enumerate(groups):
-                    results |= _run_group(group, harnesses[position], vllms, progress, keep_errors)
+                    results |= _run_group(group, harnesses[position], vllms, bar, keep_errors, pace)
                     harnesses[position].close()
                     if position + 2 < len(groups):
                         harnesses.append(_start(groups[position + 2], Path(work)))
@@ -121,20 +124,20 @@ def _start(group: _Shared, work: Path) -> Harness:
 
 
 def _run_group(
-    group: _Shared, harness: Harness, vllms: Sequence[str | None], progress: _Bar, keep_errors: bool
+    group: _Shared, harness: Harness, vllms: Sequence[str | None], bar: Progress, keep_errors: bool, pace: Pace
 ) -> dict[int, Result | TierError]:
-    progress.say(f"importing vLLM {group.trees[0].name}")
+    bar.say(f"importing vLLM {group.trees[0].name}")
     infos = (harness.info("prefill"), harness.info("decode"))
     budget = _Budget()
     alone = len(group.trials) == 1
     largest = max(trial.ranks for trial in group.trials.values())
     load = 0 if alone else max(largest, budget.ranks)
     results: dict[int, Result | TierError] = {}
-    progress.say(f"vLLM {group.trees[0].name}")
+    bar.say(f"vLLM {group.trees[0].name}")
     pool = ThreadPoolExecutor(1 if alone else _WORKERS)
     try:
         running: dict[Future[RunSeen], int] = {
-            pool.submit(_run_one, harness, trial, budget, load): index for index, trial in group.trials.items()
+            pool.submit(_run_one, harness, trial, budget, load, pace): index for index, trial in group.trials.items()
         }
         while running:
             done, _ = wait(running, timeout=_POLL_S, return_when=FIRST_COMPLETED)
@@ -146,7 +149,8 @@ def _run_group(
                     if not keep_errors:
                         raise
                     results[index] = error
-                progress.advance()
+                pace.done(index, results[index])
+                bar.advance()
     except BaseException:
         budget.stop()
         harness.close()  # ends every process, so that the threads come back
@@ -156,9 +160,11 @@ def _run_group(
     return results
 
 
-def _run_one(harness: Harness, trial: Trial, budget: _Budget, load: int) -> RunSeen:
+def _run_one(harness: Harness, trial: Trial, budget: _Budget, load: int, pace: Pace) -> RunSeen:
     trial = replace(trial, limits=Limits.of(trial.setup, load))
     with budget.share(trial):
+        if pace.over():
+            raise NOT_BEGUN
         try:
             result = harness.run(trial)
             if result.stalled and not trial.setup.faults:  # a busy machine can look like a standstill, but hardly twice
@@ -209,31 +215,3 @@ class _Budget:
         if not self._used_ranks:
             return True
         return self._used_ranks + ranks <= self.ranks and self._used_mb + memory_mb <= self._memory_mb
-
-
-class _Bar:
-    """Progress on stderr: a bar on a terminal, nothing elsewhere."""
-
-    def __init__(self, bar: Progress | None, total: int) -> None:
-        self._bar = bar
-        self._task = bar.add_task("starting", total=total) if bar else None
-
-    def say(self, text: str) -> None:
-        """What goes on now."""
-        if self._bar and self._task is not None:
-            self._bar.update(self._task, description=text)
-
-    def advance(self) -> None:
-        """One scenario is done."""
-        if self._bar and self._task is not None:
-            self._bar.advance(self._task)
-
-
-@contextmanager
-def _progress(total: int) -> Iterator[_Bar]:
-    if not sys.stderr.isatty():
-        yield _Bar(None, total)
-        return
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        yield _Bar(bar, total)

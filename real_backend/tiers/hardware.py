@@ -25,7 +25,7 @@ from kvcover.real_backend.tiers.translate import refuse_unlike_layers, to_trial
 from kvcover.sim.errors import TierError
 from kvcover.sim.results.result import Result
 from kvcover.sim.scenario.scenario import Scenario
-from kvcover.sim.tiers import Capabilities, Tier
+from kvcover.sim.tiers import NOT_BEGUN, Capabilities, Pace, Tier
 
 _LIMIT_S = 900.0
 _LAST_LINES = 3
@@ -57,17 +57,18 @@ class HardwareTier(Tier):
         _as_run(scenario, vllm)
 
     def _run_all(
-        self, scenarios: Sequence[Scenario], vllms: Sequence[str | None], keep_errors: bool
+        self, scenarios: Sequence[Scenario], vllms: Sequence[str | None], keep_errors: bool, pace: Pace
     ) -> Sequence[Result | TierError]:
         planned = [_as_run(scenario, vllm) for scenario, vllm in zip(scenarios, vllms, strict=True)]  # before any takes minutes
         results: list[Result | TierError] = []
         for scenario, vllm in zip(planned, vllms, strict=True):
             try:
-                results.append(launch(scenario, vllm or "installed", ("--transport", transport())))
+                results.append(NOT_BEGUN if pace.over() else launch(scenario, vllm or "installed", ("--transport", transport())))
             except TierError as error:
                 if not keep_errors:
                     raise
                 results.append(error)
+            pace.done(len(results) - 1, results[-1])
         return results
 
 

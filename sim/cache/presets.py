@@ -11,6 +11,7 @@ import msgspec
 from kvcover.faults.read import UnfitJson, plain_int, plain_json
 from kvcover.sim.cache.geometry import Geometry
 from kvcover.sim.errors import InputError, nearest, short
+from kvcover.sim.files import MB, read_text
 
 DTYPE_BYTES = {"fp8": 1, "bf16": 2, "fp16": 2, "fp32": 4}
 _MAX_LAYERS, _MAX_HEADS, _MAX_WIDTH, _MAX_WINDOW, _MAX_STATE = 1024, 1024, 1 << 16, 1 << 24, 1 << 24
@@ -349,12 +350,13 @@ def _full_layers(place: str, config: dict[str, Any], layers: int) -> list[int] |
     return [layer for layer, kind in enumerate(types) if kind == "full_attention"]
 
 
+_MOST_BYTES = 4 * MB
+
+
 def _config_at(place: str, path: Path) -> dict[str, Any]:
     """The dictionary in the file, or its `text_config`."""
     try:
-        config = plain_json(path.read_text(encoding="utf-8-sig"))
-    except OSError as error:
-        raise InputError(place, f"can't be read: {error.strerror or error}", "give the path of a config.json") from None
+        config = plain_json(read_text(path, _MOST_BYTES, "give a Hugging Face config.json"))
     except UnfitJson as error:
         raise InputError(place, str(error), "give a Hugging Face config.json") from None
     except ValueError:

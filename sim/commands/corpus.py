@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-import sys
 from typing import TYPE_CHECKING
 
 import click
 
-from kvcover.sim.commands.options import check_output, tier_option, write_output
+from kvcover.sim.commands.gating import baseline_option, check_outputs, junit_option, raise_first, show_gate, write_junit
+from kvcover.sim.commands.options import conclude, progress_option, tier_option, write_output
+from kvcover.sim.errors import InputError
 
 if TYPE_CHECKING:
     from rich.text import Text
 
-    from kvcover.sim.search.corpus import Judged
+    from kvcover.sim.search.corpus import Case, Judged
+    from kvcover.sim.search.corpus_gate import CorpusRun
+    from kvcover.sim.tiers import Tier
 
 # Four letters, so that ten releases fit a line.
 _SHORT = {"ok": "ok", "refused": "refu", "recomputed": "reco", "failed": "fail", "degraded": "degr", "leak": "leak",
@@ -24,38 +27,99 @@ _NAME, _CELL = 19, 6
 @click.argument("names", nargs=-1, metavar="[NAME]...")
 @click.option("--release", "releases", multiple=True, metavar="R", help="Only this release. Repeatable.")
 @tier_option()
+@click.option("--vllm", metavar="R|PATH|installed", help="The vLLM that a real tier runs; its release says what is expected.")
+@baseline_option("Fail only where a run is worse than there: what -o wrote earlier, or a release, run as well.")
+@junit_option
+@progress_option
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object a run instead of tables.")
 @click.option("-o", "--output", metavar="FILE", help="Write the JSON to a file as well.")
 @click.option("--check", is_flag=True, help="Exit with 1 if anything is not as expected.")
-def command(names: tuple[str, ...], releases: tuple[str, ...], tier: str, as_json: bool, output: str | None, check: bool) -> None:
+def command(
+    names: tuple[str, ...],
+    releases: tuple[str, ...],
+    tier: str,
+    vllm: str | None,
+    baseline: str | None,
+    junit: str | None,
+    as_json: bool,
+    output: str | None,
+    check: bool,
+) -> None:
     """Run public fault reports on every release and say which are as bad, or as good, as they should be.
 
-    NAME is the id of a report, such as vllm#47764; with names, each report is shown in full.
+    NAME is the id of a report, such as vllm#47764; with names, each report is shown in full. With --baseline the exit code is 1
+    if a run is worse than in the baseline, 3 if that can't be told of all, else 0.
     """
-    check_output(output)
-    from kvcover.sim.errors import InputError
-    from kvcover.sim.releases.records import get_release
-    from kvcover.sim.search.corpus import cases, load_corpus, run_cases, select
+    check_outputs(output, junit, baseline)
+    import msgspec
+
+    from kvcover.sim.results.read import results_text
+    from kvcover.sim.tiers import load_tier
+
+    chosen = load_tier(tier)
+    wanted = _wanted(names, releases, vllm, chosen, baseline)
+    found = _run(wanted, chosen, vllm, baseline)
+    verdicts = found.judged
+    lines = [msgspec.json.encode(verdict.to_dict()).decode() for verdict in verdicts]
+    write_output(output, results_text(output, lines))
+    if as_json:
+        click.echo("".join(line + "\n" for line in lines), nl=False)
+    elif verdicts:
+        (_show_reports if names else _show_table)(verdicts)
+        _show_sum(verdicts, len(found.skipped), tier)
+    _end(found, baseline, junit, as_json, check)
+
+
+def _wanted(names: tuple[str, ...], releases: tuple[str, ...], vllm: str | None, tier: Tier, baseline: str | None) -> list[Case]:
+    """The cases that were asked for; complains about releases of which none is there, or of which one is needed."""
+    from kvcover.sim.releases.records import NEWEST, get_release
+    from kvcover.sim.search.corpus import cases, load_corpus, select
 
     wanted = select(load_corpus(), names)
     chosen = [get_release(name, "--release").name for name in releases]
+    if vllm is not None and not chosen:
+        chosen = [get_release(tier.release_of(vllm) or NEWEST, "--vllm").name]
+    if (vllm is not None or baseline is not None) and len(chosen) != 1:
+        option = "--vllm" if vllm is not None else "--baseline"
+        raise InputError(option, "is for the cases of one release", f"name it, as with --release {NEWEST}")
     planned = list(cases(wanted, chosen))
-    if not planned:
-        raise InputError("--release", f"none of these reports says anything about {', '.join(chosen)}", "name another release")
-    verdicts = run_cases(planned, tier)
-    import msgspec
+    _refuse_unsaid(planned, chosen, [each.report for each in wanted] if names else [])
+    return planned
 
-    lines = "".join(msgspec.json.encode(verdict.to_dict()).decode() + "\n" for verdict in verdicts)
-    write_output(output, lines)
-    if as_json:
-        click.echo(lines, nl=False)
-    else:
-        (_show_reports if names else _show_table)(verdicts)
-        _show_sum(verdicts, len(planned) - len(verdicts), tier)
-    wrong = sum(bool(verdict.problem) for verdict in verdicts)
-    if check and wrong:
-        click.echo(f"kvcover: check failed: {wrong} of {len(verdicts)} runs are not as expected", err=True)
-        sys.exit(1)
+
+def _refuse_unsaid(planned: list[Case], releases: list[str], reports: list[str]) -> None:
+    """Raise InputError for a release or a report that was named, and of which nothing would be run."""
+    of_releases, of_reports = {case.release for case in planned}, {case.report.report for case in planned}
+    if missing := [name for name in releases if name not in of_releases]:
+        raise InputError("--release", f"none of these reports says anything about {', '.join(missing)}", "name another release")
+    if missing := [name for name in reports if name not in of_reports]:
+        raise InputError("corpus", f"{', '.join(missing)} says nothing about {', '.join(releases)}", "name another release")
+
+
+def _run(wanted: list[Case], tier: Tier, vllm: str | None, baseline: str | None) -> CorpusRun:
+    from kvcover.sim.search.baseline import baseline_release
+    from kvcover.sim.search.corpus_gate import read_baseline, run_corpus
+
+    release = None if baseline is None else baseline_release(baseline)
+    stored = read_baseline(baseline, wanted, tier) if baseline is not None and release is None else None
+    return run_corpus(wanted, tier, vllm, release, stored)
+
+
+def _end(found: CorpusRun, baseline: str | None, junit: str | None, as_json: bool, check: bool) -> None:
+    """Say what is worse, write JUnit, and exit with what comes of it; without baseline and --check nobody asked."""
+    from kvcover.sim.results.gate import verdict_of
+    from kvcover.sim.results.verdict import inconclusive
+
+    cells = found.cells()
+    verdict = verdict_of(cells, "runs")
+    if verdict.passed and found.skipped and baseline is None:
+        verdict = inconclusive(f"{len(found.skipped)} of {len(cells)} runs were not run: {next(iter(found.skipped.values()))}")
+    write_junit(junit, "kvcover corpus", cells, verdict)
+    if baseline is not None:
+        show_gate(cells, baseline, err=as_json)
+    if baseline is not None or check:
+        conclude(verdict)
+    raise_first(found.now.values())
 
 
 def _mark(verdict: Judged) -> str:
@@ -147,8 +211,7 @@ def _show_sum(verdicts: list[Judged], left_out: int, tier: str) -> None:
     measured = sum(_mark(v) == "*" for v in verdicts)
     reports = len({v.case.report.report for v in verdicts})
     for v in wrong:
-        where = " ".join(part for part in (v.case.report.report, v.case.variant, v.case.release) if part)
-        out.print(f"! {where}: {v.problem}")
+        out.print(f"! {v.case.name}: {v.problem}")
     good = len(verdicts) - len(wrong) - bad
     out.print(
         f"{reports} report{'s' * (reports > 1)}, {len(verdicts)} runs: {bad} bad and {good} good as expected, "

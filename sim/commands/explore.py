@@ -5,30 +5,31 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from kvcover.sim.commands.gating import baseline_option, check_outputs, junit_option
 from kvcover.sim.commands.matrix import _tp_list
 from kvcover.sim.commands.options import (
     build_scenario,
-    check_output,
-    inconclusive,
+    conclude,
     scenario_data,
     scenario_options,
     sizes,
     whole_number,
-    write_output,
 )
 from kvcover.sim.errors import InputError, TierError, nearest
 
 if TYPE_CHECKING:
-    from kvcover.sim.search.explore import Exploration, FailureGroup, Work
+    from kvcover.sim.commands.explore_report import Report
+    from kvcover.sim.search.explore import Work
+    from kvcover.sim.search.failures import Exploration
+    from kvcover.sim.search.journal import Journal
     from kvcover.sim.tiers import Tier
 
-_SHOWN_GROUPS = 20
+_MOST_JOBS = 512
 
 
 @click.command("explore")
@@ -45,48 +46,139 @@ _SHOWN_GROUPS = 20
 @click.option("--dask", metavar="ADDRESS", help="Run on a Dask cluster, e.g. tcp://host:8786 (extra `dask`).")
 @click.option("--budget", metavar="SECONDS", type=click.FloatRange(min=0), help="Begin nothing new after so many seconds.")
 @click.option("--shrink", "shrinks", is_flag=True, help="Reduce each example to the smallest that finds the same.")
-@click.option("--out", metavar="DIR", help="Write each group's example there, for `kvcover replay`.")
+@click.option("--out", metavar="DIR", help="Write each group's example there as it is found, and go on where it was stopped.")
+@baseline_option("Only what is worse there is a failure: each bad run is repeated on this release.", "R")
+@junit_option
 @scenario_options
 def explore(**options: Any) -> None:
     """Draw scenarios and faults from seeds, run them, and report each kind of failure once, with its smallest example.
 
-    Every other option pins a field, whatever a seed would draw. A run whose planned fault never fired is counted as
-    vacuous, never as a pass. The digest does not depend on --jobs.
+    Every other option pins a field, whatever a seed would draw; what makes no sense beside it is not drawn. A run whose planned
+    fault never fired is counted as vacuous, never as a pass. The digest does not depend on --jobs.
+
+    With --out all that has run is kept as it ends: the same command goes on there after an interruption.
 
     With --tier connector each draft that the tier can run is run there and on the model, and a run in which they differ is
     a failure of its own kind, the worst: one of the two is wrong.
     """
     if options["budget"] is not None and math.isnan(options["budget"]):
         raise InputError("--budget", "nan is no number of seconds", "use a number such as 60")
+    if options["out"] == "":
+        raise InputError("--out", "'' is no folder", "name one, or leave the option out")
     tier = _chosen(options)
-    check_output(options["output"])
-    if options["out"] is not None:
-        _make_folder(options["out"])
-    jobs, total = _grid_jobs(options, tier) if options["grid"] is not None else _seed_jobs(options, tier)
-    summary = _run_jobs(jobs, total, options) if tier.can.virtual_time else _run_on_tier(tier, jobs, total, options)
-    rate = summary.runs / max(summary.seconds, 1e-9)
-    click.echo(f"{summary.runs} runs in {summary.seconds:.1f} s, {rate:.0f}/s", err=True)
-    _report(summary, tier, options)
-    if options["check"] and summary.failures:
-        click.echo(f"kvcover: check failed: {summary.failures} of {summary.runs} runs are not as they should be", err=True)
-        sys.exit(1)
-    if options["check"] and not summary.outcomes.get("ok"):
-        inconclusive(f"none of {summary.runs} runs was ok")
+    if options["baseline"] is not None:
+        from kvcover.sim.releases.records import get_release
+
+        options["baseline"] = get_release(options["baseline"], "--baseline").name
+    check_outputs(options["output"], options["junit"])
+    _processes(options["jobs"])
+    jobs, total, what = _grid_jobs(options, tier) if options["grid"] is not None else _seed_jobs(options, tier)
+    from kvcover.sim.commands.explore_report import Report
+    from kvcover.sim.search.failures import Exploration
+    from kvcover.sim.search.journal import Journal
+
+    summary = Exploration()
+    report = Report(tier, options)
+    journal = Journal(Path(options["out"]), what) if options["out"] is not None else None
+    if journal is not None:
+        journal.restore(summary)
+        if summary.runs:
+            click.echo(f"{options['out']} has {summary.runs} runs of it already; it goes on after them", err=True)
+    before, lost = summary.runs, ""
+    try:
+        _run(tier, jobs, total, summary, journal, report, options)
+    except InputError as error:
+        if error.place != "--out":
+            raise
+        lost = str(error)
+    rate = (summary.runs - before) / max(summary.seconds, 1e-9)
+    click.echo(f"{summary.runs - before} runs in {summary.seconds:.1f} s, {rate:.0f}/s", err=True)
+    _refuse_nonsense(summary)
+    report.show(summary)
+    _end(summary, options, lost)
 
 
-def _run_jobs(jobs: Iterator[Work], total: int, options: dict[str, Any]) -> Exploration:
+def _run(
+    tier: Tier,
+    jobs: Callable[[Exploration], Iterator[Work]],
+    total: int | None,
+    summary: Exploration,
+    journal: Journal | None,
+    report: Report,
+    options: dict[str, Any],
+) -> None:
+    """Run what is left to do; what ends in time is in the summary, and in the journal."""
+    from kvcover.sim.progress import progress
+
+    left = None if total is None else max(total - summary.runs, 0)
+    budget = math.inf if options["budget"] is None else options["budget"]
+    with progress(left, "runs") as bar:
+        known = [summary.runs]
+
+        def tick(summary: Exploration) -> None:
+            bar.advance(summary.runs - known[0])
+            known[0] = summary.runs
+            bar.say(f"{summary.runs / max(summary.seconds, 1e-9):.0f} runs/s, {summary.failures} failures")
+            report.stream(summary)
+
+        keep = journal.add if journal is not None else lambda report: None
+        if tier.can.virtual_time:
+            _run_here(jobs(summary), summary, keep, tick, budget, options)
+        else:
+            from kvcover.sim.search.explore_tier import TierExploration, drafts_of
+
+            exploration = TierExploration(
+                tier, options["vllm"], budget_s=budget, baseline=options["baseline"] or "", summary=summary, keep=keep, tick=tick
+            )
+            exploration.run(drafts_of(tier, jobs(summary)))
+
+
+def _run_here(
+    jobs: Iterator[Work],
+    summary: Exploration,
+    keep: Callable[[Any], None],
+    tick: Callable[[Exploration], None],
+    budget: float,
+    options: dict[str, Any],
+) -> None:
     """Run on the model, over processes or a cluster."""
-    from kvcover.sim.search.explore import refuse_nonsense, run_jobs, shrink_groups
+    from kvcover.sim.search.explore import INTERRUPTED, run_jobs, shrink_groups
     from kvcover.sim.search.workers import executor
 
     with executor(_processes(options["jobs"]), options["dask"]) as (pool, workers):
-        with _progress(total) as tick:
-            budget = math.inf if options["budget"] is None else options["budget"]
-            summary = run_jobs(jobs, pool, 2 * workers, budget, tick)
-        refuse_nonsense(summary)
-        if options["shrinks"]:
-            shrink_groups(summary, pool)
-    return summary
+        run_jobs(jobs, pool, 2 * workers, budget, tick, summary, keep)
+        if options["shrinks"] and not summary.ended.startswith(("it was", "a worker")):
+            try:
+                shrink_groups(summary, pool, options["baseline"] or "")
+            except KeyboardInterrupt:
+                summary.ended = INTERRUPTED
+
+
+def _end(summary: Exploration, options: dict[str, Any], lost: str) -> None:
+    """The exit code: what could not be kept, an interruption, a worker's death, then what --check asks."""
+    from kvcover.sim.results.verdict import inconclusive
+    from kvcover.sim.search.explore import INTERRUPTED, KILLED
+
+    if lost:
+        click.echo(f"kvcover: {lost}; what ran until then is told above", err=True)
+        sys.exit(2)
+    again = "; the same command goes on there" if options["out"] is not None else "; --out DIR would let it go on"
+    if summary.ended == INTERRUPTED:
+        click.echo(f"kvcover: {INTERRUPTED} after {summary.runs} runs{again}", err=True)
+        raise KeyboardInterrupt
+    if summary.ended == KILLED:
+        conclude(inconclusive(f"{KILLED}, after {summary.runs} runs{again}"))
+    if options["check"] or options["baseline"] is not None:
+        conclude(summary.verdict(whole=options["grid"] is not None))
+
+
+def _refuse_nonsense(summary: Exploration) -> None:
+    """Raise InputError if there were runs, and none of them made sense or could be run."""
+    from kvcover.sim.search.explore import refuse_nonsense
+
+    refuse_nonsense(summary)
+    if 0 < summary.runs == summary.outcomes.get("invalid", 0) + sum(summary.skipped.values()):
+        raise InputError("explore", f"nothing could be run ({summary.invalid or next(iter(summary.skipped), '')})", "pin less")
 
 
 def _processes(jobs: str) -> int | None:
@@ -94,8 +186,8 @@ def _processes(jobs: str) -> int | None:
     if jobs == "all":
         return None
     count = whole_number("--jobs", jobs, jobs)
-    if count < 1:
-        raise InputError("--jobs", f"{count} processes can't run anything", "use 1 or more")
+    if not 1 <= count <= _MOST_JOBS:
+        raise InputError("--jobs", f"{count} processes are {'none' if count < 1 else 'too many'}", f"use 1 to {_MOST_JOBS}, or all")
     return count
 
 
@@ -113,18 +205,6 @@ def _chosen(options: dict[str, Any]) -> Tier:
     return tier
 
 
-def _run_on_tier(tier: Tier, jobs: Iterator[Work], total: int, options: dict[str, Any]) -> Exploration:
-    """Run on a real tier and on the model."""
-    from kvcover.sim.search.explore_tier import drafts_of, explore_tier
-
-    with _progress(total) as tick:
-        budget = math.inf if options["budget"] is None else options["budget"]
-        summary = explore_tier(tier, drafts_of(tier, jobs), options["vllm"], budget, tick)
-    if 0 < summary.runs == summary.outcomes.get("invalid", 0) + sum(summary.skipped.values()):
-        raise InputError("explore", f"nothing could be run ({summary.invalid or next(iter(summary.skipped), '')})", "pin less")
-    return summary
-
-
 def _pins(options: dict[str, Any], tier: Tier) -> dict[str, Any]:
     """Fields that are as given, whatever a seed draws; complains at once about those that can't be."""
     from kvcover.sim.search.explore_tier import pinned
@@ -140,13 +220,19 @@ def _pins(options: dict[str, Any], tier: Tier) -> dict[str, Any]:
     return pinned(tier, pins, options["vllm"])
 
 
-def _seed_jobs(options: dict[str, Any], tier: Tier) -> tuple[Iterator[Work], int]:
-    """The jobs of a swarm and how many runs they are; says first what will be drawn."""
+Jobs = Callable[["Exploration"], "Iterator[Work]"]
+
+
+def _seed_jobs(options: dict[str, Any], tier: Tier) -> tuple[Jobs, int, dict[str, Any]]:
+    """The jobs of a swarm that are left after some, how many runs all are, and what is explored; says first what will be drawn."""
+    import msgspec
+
     from kvcover.sim.search.explore import seed_jobs
     from kvcover.sim.search.swarm import Swarm, swarm_of
 
-    names = [name.strip() for name in options["features"].split(",")] if options["features"] else None
-    swarm = swarm_of(_pins(options, tier), names, not options["lite"], not options["no_faults"])
+    names = None if options["features"] is None else [name.strip() for name in options["features"].split(",")]
+    beside = options["baseline"] is not None
+    swarm = swarm_of(_pins(options, tier), names, not options["lite"], not options["no_faults"], beside)
     able = tier.can.features
     if able is not None and not names:
         swarm = Swarm(features=tuple(name for name in swarm.features if name in able), pins=swarm.pins)
@@ -160,16 +246,21 @@ def _seed_jobs(options: dict[str, Any], tier: Tier) -> tuple[Iterator[Work], int
         if swarm.pins:
             click.echo(f"pinned: {json.dumps(swarm.pins)}")
         click.echo(f"seed {first} draws {', '.join(swarm.drawn(first)) or 'nothing'}: {json.dumps(draft)}")
-    return seed_jobs(swarm, first, count), count
+    baseline = options["baseline"] or ""
+
+    def left(summary: Exploration) -> Iterator[Work]:
+        done = summary.runs if tier.can.virtual_time else 0  # a real tier tells its drafts apart by itself
+        return seed_jobs(swarm, first + done, max(count - done, 0), baseline=baseline)
+
+    return left, count, _what(tier, options, {"swarm": msgspec.to_builtins(swarm), "first": first})
 
 
-def _grid_jobs(options: dict[str, Any], tier: Tier) -> tuple[Iterator[Work], int]:
-    """The jobs of a grid; how many runs they are is known only afterwards."""
+def _grid_jobs(options: dict[str, Any], tier: Tier) -> tuple[Jobs, None, dict[str, Any]]:
+    """As _seed_jobs of a grid; how many runs they are is known only afterwards."""
     from kvcover.sim.search.explore import grid_jobs
     from kvcover.sim.search.explore_tier import pinned
 
     data = scenario_data(options["grid"], options)
-    data.pop("expect", None)
     build_scenario(data)
     data = pinned(tier, data, options["vllm"])
     modes = ["write", "read"]
@@ -185,113 +276,19 @@ def _grid_jobs(options: dict[str, Any], tier: Tier) -> tuple[Iterator[Work], int
     pairs = [(prefill, decode) for prefill in lists[0] for decode in lists[1]]
     if not options["as_json"]:
         click.echo(f"every single fault of {options['grid']}, {' and '.join(modes)}, {len(pairs)} pairings")
-    return grid_jobs(data, pairs, modes), 0
+    baseline = options["baseline"] or ""
+
+    def left(summary: Exploration) -> Iterator[Work]:
+        jobs = grid_jobs(data, pairs, modes, baseline)
+        return (job for job in jobs if not tier.can.virtual_time or job.at not in summary.digests)
+
+    return left, None, _what(tier, options, {"grid": data, "pairs": pairs, "modes": modes})
 
 
-@contextmanager
-def _progress(total: int) -> Iterator[Callable[[Exploration], None]]:
-    """A line on stderr with the rate so far, if that is a terminal."""
-    if not sys.stderr.isatty():
-        yield lambda summary: None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("runs", total=total or None)
-
-        def tick(summary: Exploration) -> None:
-            rate = summary.runs / max(summary.seconds, 1e-9)
-            bar.update(task, completed=summary.runs, description=f"{rate:.0f} runs/s, {summary.failures} failures")
-
-        yield tick
-
-
-# -- what came of it ---------------------------------------------------------------------------------------------
-
-
-def _report(summary: Exploration, tier: Tier, options: dict[str, Any]) -> None:
-    """Write the examples, then say what was found; examples that are shown are those that are written."""
-    groups = summary.ranked()
-    paths = _write_examples(groups, tier, options) if options["out"] is not None else []
-    text = _as_json(summary, groups, paths, tier, options["vllm"])
-    write_output(options["output"], text)
-    if options["as_json"]:
-        click.echo(text, nl=False)
-        return
-    from kvcover.sim.results.result import MEANING, OUTCOMES
-    from kvcover.sim.search.explore_tier import again
-
-    counts = [
-        f"{summary.outcomes[name]} {name}"
-        for name in (*OUTCOMES, "error", "differs", "invalid", "skipped")
-        if name in summary.outcomes
-    ]
-    click.echo(f"{summary.runs} runs{' before the budget ended' if summary.stopped else ''}: {', '.join(counts) or 'none'}")
-    if vacuous := summary.outcomes.get("vacuous"):
-        click.echo(f"{vacuous} vacuous: {MEANING['vacuous']}; not counted as passes")
-    if summary.invalid:
-        click.echo(f"invalid, so not run: {summary.invalid}")
-    if summary.skipped:
-        reason, count = max(summary.skipped.items(), key=lambda item: item[1])
-        click.echo(f"skipped: {sum(summary.skipped.values())}, most often ({count}) for: {reason}; not counted as passes")
-    if summary.varied:
-        click.echo(f"{summary.varied} runs differed from the model and agreed when run again: the connector's own timing varies")
-    click.echo(f"{summary.failures} failures of {len(groups)} kinds" + (":" if groups else ""))
-    for index, group in enumerate(groups[:_SHOWN_GROUPS]):
-        _show_group(group, again(tier, group, paths[index] if paths else None, options["vllm"]))
-    if len(groups) > _SHOWN_GROUPS:
-        where = "all are in " + options["out"] if paths else "--out DIR writes all of them"
-        click.echo(f"and {len(groups) - _SHOWN_GROUPS} kinds more; {where}")
-    note = " of what was drawn and of the model's runs; real runs take real time, and have none"
-    click.echo(f"digest {summary.digest}{'' if tier.can.virtual_time else note}")
-
-
-def _show_group(group: FailureGroup, again: str) -> None:
-    found = group.signature
-    kinds = ", ".join(found.kinds) or "no finding"
-    shape = ", ".join(group.shape)
-    click.echo(f"- {found.outcome} ×{group.count}, {found.release}, {found.mode}: {kinds} ({group.name}: {shape})")
-    click.echo(f"    {again}")
-
-
-def _as_json(summary: Exploration, groups: list[FailureGroup], paths: list[str], tier: Tier, vllm: str | None) -> str:
+def _what(tier: Tier, options: dict[str, Any], drawn: dict[str, Any]) -> dict[str, Any]:
+    """What is explored, as plain data: another exploration is one in which this differs."""
     import json
 
-    import msgspec
-
-    from kvcover.sim.search.explore_tier import again
-
-    rows = []
-    for index, group in enumerate(groups):
-        file = paths[index] if paths else None
-        told = {"shape": list(group.shape), "count": group.count, "name": group.name, "scenario": group.draft}
-        rows.append({**msgspec.to_builtins(group.signature), **told, "file": file, "replay": again(tier, group, None, vllm)})
-    whole = {
-        "schema": 1, "runs": summary.runs, "outcomes": summary.outcomes, "failures": summary.failures,
-        "groups": rows, "digest": summary.digest, "stopped": summary.stopped,
-        "skipped": summary.skipped, "varied": summary.varied,
-    }  # fmt: skip
-    return json.dumps(whole) + "\n"
-
-
-def _make_folder(path: str) -> None:
-    try:
-        Path(path).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError("--out", f"can't make {path!r}: {error.strerror}", "name a folder that you may write to") from None
-
-
-def _write_examples(groups: list[FailureGroup], tier: Tier, options: dict[str, Any]) -> list[str]:
-    """One file a group, named after its signature."""
-    from kvcover.sim.search.explore_tier import failure_text
-
-    paths = []
-    for number, group in enumerate(groups):
-        found = group.signature
-        words = f"{number:03d}-{found.outcome}-{found.release.replace(' → other', '-skew')}-{found.mode}"
-        path = str(Path(options["out"]) / f"{words}.toml")
-        write_output(path, failure_text(tier, group, options["vllm"]))
-        paths.append(path)
-    return paths
+    named: dict[str, Any] = {"tier": tier.name, "vllm": options["vllm"], "baseline": options["baseline"], **drawn}
+    plain: dict[str, Any] = json.loads(json.dumps(named))
+    return plain

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
+from kvcover.sim.commands.gating import baseline_option, check_outputs, junit_option, raise_first, show_gate, write_junit
 from kvcover.sim.commands.options import (
     build_scenario,
-    check_output,
-    inconclusive,
+    conclude,
     scenario_data,
     scenario_options,
     whole_number,
     write_output,
 )
-from kvcover.sim.errors import InputError, nearest, short
+from kvcover.sim.errors import InputError, TierError, nearest, short
+
+if TYPE_CHECKING:
+    from kvcover.sim.results.result import Result
+    from kvcover.sim.scenario.scenario import Scenario
 
 
 @click.command("matrix")
@@ -24,11 +27,16 @@ from kvcover.sim.errors import InputError, nearest, short
 @click.option("--prefill", default="1,2,4,8", show_default=True, metavar="N,N,…", help="Prefill TP sizes.")
 @click.option("--decode", default="1,2,4,8", show_default=True, metavar="N,N,…", help="Decode TP sizes.")
 @click.option("--markdown", is_flag=True, help="Print Markdown, to paste into a pull request.")
+@baseline_option("Fail only where a pairing is worse than there: what -o wrote earlier, or a release, run as well.")
+@junit_option
 @scenario_options
-def command(mode: str, prefill: str, decode: str, markdown: bool, **options: Any) -> None:
+def command(mode: str, prefill: str, decode: str, markdown: bool, baseline: str | None, junit: str | None, **options: Any) -> None:
     """Run every prefill-TP × decode-TP pairing and say in one line what was found.
 
     Each cell shows the fraction of decode's KV cache that arrived, right, before decode was told to go, and the outcome.
+
+    With --baseline the exit code is 1 if a pairing is worse than in the baseline, 3 if that can't be told of all, else 0. A
+    pairing that the baseline lacks must be good.
     """
     if mode not in ("write", "read", "both"):
         raise InputError("--mode", f"no mode {mode!r}", nearest(mode, ("write", "read", "both")))
@@ -36,30 +44,68 @@ def command(mode: str, prefill: str, decode: str, markdown: bool, **options: Any
     sizes = {"prefill": _tp_list("--prefill", prefill), "decode": _tp_list("--decode", decode)}
     data = scenario_data(None, options)
     _reject_axes(data)
-    check_output(options["output"], data.get("model"))
-    from kvcover.sim.results.expect import unproven
-    from kvcover.sim.results.result import summarize
-    from kvcover.sim.search.matrix import matrix
+    check_outputs(options["output"], junit, data.get("model"), baseline)
+    from kvcover.sim.search.matrix import pairings
 
-    results = matrix(build_scenario(data), **sizes, modes=modes, tier=options["tier"], vllm=options["vllm"])
-    lines = "".join(result.to_json() + "\n" for result in results)
-    write_output(options["output"], lines)
-    if options["as_json"]:
-        click.echo(lines, nl=False)
-    elif markdown:
+    scenarios = pairings(build_scenario(data), **sizes, modes=modes)
+    now, before = _run(scenarios, baseline, options)
+    from kvcover.sim.results.read import results_text
+
+    results = [result for result in now.values() if not isinstance(result, TierError)]
+    lines = [result.to_json() for result in results]
+    write_output(options["output"], results_text(options["output"], lines))
+    _show(results, lines, markdown, options["as_json"])
+    _judge(now, before, baseline, junit, options)
+
+
+Found = dict[str, "Result | TierError"]
+
+
+def _run(scenarios: list[Scenario], baseline: str | None, options: dict[str, Any]) -> tuple[Found, Found | None]:
+    """Every pairing by name, and the baseline's; a file is read before anything runs."""
+    from kvcover.sim.results.read import read_results
+    from kvcover.sim.results.regress import by_pairing, pairing, refuse_other_matrix
+    from kvcover.sim.search.baseline import as_baseline, baseline_release, run_beside
+    from kvcover.sim.tiers import load_tier
+
+    named = {pairing(each.mode, each.prefill.tp, each.decode.tp): each for each in scenarios}
+    release = None if baseline is None else baseline_release(baseline)
+    stored: Found | None = None
+    if baseline is not None and release is None:
+        kept = by_pairing(read_results(baseline), baseline)
+        refuse_other_matrix(baseline, kept, options["tier"], named)
+        stored = dict(kept)
+    beside = [] if release is None else [as_baseline(each, release) for each in scenarios]
+    now, stock = run_beside(load_tier(options["tier"]), scenarios, options["vllm"], beside)
+    return dict(zip(named, now, strict=True)), stored if release is None else dict(zip(named, stock, strict=True))
+
+
+def _show(results: list[Result], lines: list[str], markdown: bool, as_json: bool) -> None:
+    if as_json:
+        click.echo("".join(line + "\n" for line in lines), nl=False)
+    elif results and markdown:
         from kvcover.sim.results.show import matrix_markdown
 
         click.echo(matrix_markdown(results))
-    else:
+    elif results:
         from kvcover.sim.results.show import show_matrix
 
         show_matrix(results)
-    bad = summarize(results).bad
-    if options["check"] and bad:
-        click.echo(f"kvcover: check failed: {bad} of {len(results)} pairings are not as they should be", err=True)
-        sys.exit(1)
-    if options["check"] and (why := unproven(results)):
-        inconclusive(why)
+
+
+def _judge(now: Found, before: Found | None, baseline: str | None, junit: str | None, options: dict[str, Any]) -> None:
+    """Say what is worse, write JUnit, and exit with what comes of it; without baseline and --check nobody asked."""
+    from kvcover.sim.results.gate import cells_of, verdict_of
+    from kvcover.sim.results.verdict import judge_run
+
+    cells = cells_of(now, before, lambda name, result: judge_run(result))
+    verdict = verdict_of(cells, "pairings")
+    write_junit(junit, "kvcover matrix", cells, verdict)
+    if baseline is not None:
+        show_gate(cells, baseline, err=options["as_json"])
+    if baseline is not None or options["check"]:
+        conclude(verdict)
+    raise_first(now.values())
 
 
 def _reject_axes(data: dict[str, Any]) -> None:

@@ -7,14 +7,16 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from kvcover.sim.errors import InputError, nearest, short
+from kvcover.sim.progress import ASKED
 from kvcover.sim.tiers import TIERS
 
 if TYPE_CHECKING:
+    from kvcover.sim.results.verdict import Verdict
     from kvcover.sim.scenario.scenario import Scenario
 
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -55,8 +57,19 @@ _SCENARIO: tuple[Decorator, ...] = (
     click.option("--vllm", metavar="R|PATH|installed", help="The vLLM that a real tier runs (default: that of --release)."),
     click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables."),
     click.option("-o", "--output", metavar="FILE", help="Write the JSON to a file as well."),
-    click.option("--check", is_flag=True, help="Exit with 1 if the result is not as it should be."),
+    click.option("--check", is_flag=True, help="Exit with 1 if the result is not as it should be, 3 if it shows nothing."),
 )  # fmt: skip
+
+
+def _ask_for_progress(_ctx: click.Context, _param: click.Parameter, asked: bool) -> None:
+    if asked:
+        os.environ[ASKED] = "1"
+
+
+def progress_option(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`--progress`, for logs; on a terminal progress is always shown."""
+    text = "Say on stderr how far it is, and how long it will take, also where that is no terminal."
+    return click.option("--progress", is_flag=True, expose_value=False, callback=_ask_for_progress, help=text)(function)
 
 
 _CAUSES: tuple[Decorator, ...] = (
@@ -81,7 +94,7 @@ def check_causes(causes: bool, budget: float | None) -> None:
 
 def scenario_options(function: Callable[..., Any]) -> Callable[..., Any]:
     """All options that describe a scenario and what to do with its result."""
-    for option in reversed(_SCENARIO):
+    for option in reversed((*_SCENARIO, progress_option)):
         function = option(function)
     return function
 
@@ -213,7 +226,10 @@ def _output_file(path: str, option: str) -> Path:
     return target
 
 
-def inconclusive(why: str) -> NoReturn:
-    """Say that nothing can be concluded, and exit with 3: neither a pass nor a failure."""
-    click.echo(f"kvcover: inconclusive: {why}", err=True)
-    sys.exit(3)
+def conclude(verdict: Verdict, failed: str = "check failed") -> None:
+    """Return if the judge passes it; else say each reason on a line of its own, and exit with the judge's code."""
+    said = failed if verdict.status == "fail" else verdict.status
+    for reason in verdict.reasons:
+        click.echo(f"kvcover: {said}: {reason}", err=True)
+    if not verdict.passed:
+        sys.exit(verdict.exit_code)

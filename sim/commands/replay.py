@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
 import click
 
-from kvcover.sim.commands.options import build_scenario
+from kvcover.sim.commands.options import build_scenario, conclude
 from kvcover.sim.errors import InputError
 
 
@@ -19,13 +18,14 @@ def command(file: str, as_json: bool) -> None:
 
     Exits with 1 when the result is not what the file expects, or when its digest is not the one in the file's comments.
     """
-    from kvcover.sim.results.expect import disagreement
+    from kvcover.sim.files import MB, read_text
+    from kvcover.sim.results.verdict import fail, inconclusive, judge_expected
     from kvcover.sim.scenario.scenario import Expect, load
     from kvcover.sim.search.example import stored_digest
     from kvcover.sim.simulate import run
 
     scenario = build_scenario(load(file))
-    stored = stored_digest(Path(file).read_text(encoding="utf-8"))
+    stored = stored_digest(read_text(file, MB, "give a scenario file"))
     try:
         result = run(scenario)
     except InputError:
@@ -41,10 +41,10 @@ def command(file: str, as_json: bool) -> None:
         from kvcover.sim.results.show import show_result
 
         show_result(result)
-    problem = disagreement(result, scenario.expect or Expect(), check=False)
-    if not problem and stored is not None and stored != result.digest:
-        problem = f"the digest is {result.digest}, in {file} it is {stored}: another history, so another program or scenario"
-    if problem:
-        click.echo(f"kvcover: replay differs: {problem}", err=True)
-        sys.exit(1)
+    verdict = judge_expected(result, scenario.expect or Expect())
+    if verdict.passed and stored is not None and stored != result.digest:
+        verdict = fail(f"the digest is {result.digest}, in {file} it is {stored}: another history, so another program or scenario")
+    if verdict.passed and stored is None and scenario.expect in (None, Expect()):
+        verdict = inconclusive(f"{file} expects nothing and holds no digest, so there is nothing to compare with")
+    conclude(verdict, "replay differs")
     click.echo("replay agrees" + ("" if stored else "; the file holds no digest to compare with"), err=True)

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import os
-import sys
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from kvcover.sim.commands.gating import check_outputs, junit_option, write_junit
 from kvcover.sim.commands.options import (
     build_scenario,
     causes_options,
     check_causes,
     check_output,
-    inconclusive,
+    conclude,
     scenario_data,
     scenario_options,
     sizes,
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 @click.option("--decode", metavar="tp=N[,dp=N]", help="Size of the decode engine.")
 @click.option("--trace", metavar="FILE", help="Write every event as a timeline for Perfetto or chrome://tracing.")
 @click.option("-v", "--verbose", is_flag=True, help="Of a real run: keys that were read of its legs, wrong cells, tracebacks.")
+@junit_option
 @causes_options
 @scenario_options
 def command(
@@ -43,6 +44,7 @@ def command(
     decode: str | None,
     trace: str | None,
     verbose: bool,
+    junit: str | None,
     causes: bool,
     budget: float | None,
     **options: Any,
@@ -72,7 +74,7 @@ def command(
         if found := sizes(f"--{name}", text):
             data[name] = {**data.get(name, {}), **found}
     built = build_scenario(data)
-    check_output(options["output"], scenario, built.model)
+    check_outputs(options["output"], junit, scenario, built.model)
     _check_trace(trace, options["output"], scenario, built.model)
     result = tier.run(built, options["vllm"]) if trace is None else _run_traced(tier, built, trace, options["vllm"])
     if causes:
@@ -88,14 +90,16 @@ def command(
         show_result(result)
         if verbose:
             show_forensics(result)
-    from kvcover.sim.results.expect import disagreement, unproven
 
-    problem = disagreement(result, built.expect, options["check"])
-    if problem:
-        click.echo(f"kvcover: check failed: {problem}", err=True)
-        sys.exit(1)
-    if options["check"] and result.outcome == "ok" and (why := unproven([result])):
-        inconclusive(why)
+    from kvcover.sim.results.gate import Cell
+    from kvcover.sim.results.verdict import judge_run
+
+    asked = options["check"] or built.expect is not None
+    verdict = judge_run(result, built.expect, check=options["check"] or not asked)
+    cell = Cell(name=scenario or "scenario", verdict=verdict, seconds=result.seconds, replay=result.replay)
+    write_junit(junit, "kvcover run", [cell], verdict)
+    if asked:
+        conclude(verdict)
 
 
 def _check_trace(path: str | None, output: str | None, *inputs: str | None) -> None:
@@ -117,7 +121,6 @@ def _run_traced(tier: Tier, built: Scenario, path: str, vllm: str | None) -> Res
         steps, hosts = steps_of(world.history.rows), {}
     else:
         result = tier.run(built, vllm)
-        data = result.to_dict()
-        steps, hosts = steps_of_result("--trace", data), data["backend"].get("hosts", {})
+        steps, hosts = steps_of_result("--trace", result), (result.backend or {}).get("hosts", {})
     write_output(path, trace(resolve(built), steps, one_clock=len(hosts) < 2), "--trace")
     return result

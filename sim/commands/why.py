@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import sys
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
 from kvcover.sim.commands.options import causes_options, check_causes
-from kvcover.sim.errors import InputError
+from kvcover.sim.errors import InputError, plain
 
 if TYPE_CHECKING:
     from kvcover.sim.results.result import Result
@@ -24,36 +22,33 @@ if TYPE_CHECKING:
 def command(result: str, request: int, baseline: str | None, causes: bool, budget: float | None) -> None:
     """Tell the story of one request, from the router to its outcome, with times.
 
-    RESULT is a file written by `kvcover run -o`, or - for standard input. A result of a real tier tells what was seen in that
-    run, and the first events in which it departs from what the model plays. One of the model is run again, and must give the
-    same history.
+    RESULT is a file written by `kvcover run -o`, or - for standard input; of a matrix's, FILE:3 is its third result, of a
+    confirmation's FILE:before and FILE:after are its two. A result of a real tier tells what was seen in that run, and the first
+    events in which it departs from what the model plays. One of the model is run again, and must give the same history.
     """
     check_causes(causes, budget)
     told = _read(result)
     other = None if baseline is None else _read(baseline)
-    for place, data in ((result, told), (baseline or "", other)):
-        if data is not None and not isinstance(data.get("scenario"), dict):
-            raise InputError(place, "holds no scenario", "give a file written by `kvcover run -o FILE`")
     from kvcover.sim.results.depart import departures, steps_of
     from kvcover.sim.results.story import story
     from kvcover.sim.scenario.scenario import build
     from kvcover.sim.scenario.setup import resolve
     from kvcover.sim.simulate import record_of, run_world, steps_of_result
 
-    setup = resolve(build(told["scenario"]))
+    setup = resolve(build(told.scenario or {}))
     if not 0 <= request < len(setup.requests):
         raise InputError("--request", f"there is no request {request}", f"use 0 to {len(setup.requests) - 1}")
-    on_loopback = isinstance(told.get("backend"), dict) and told["backend"].get("mori") == "loopback"
     # What a real run is compared with has the times of what it ran on.
-    again, world = run_world(resolve(build(told["scenario"] | {"fabric": "loopback"})) if on_loopback else setup)
-    if told.get("digest") is None:
+    on_loopback = (told.backend or {}).get("mori") == "loopback"
+    again, world = run_world(resolve(build((told.scenario or {}) | {"fabric": "loopback"})) if on_loopback else setup)
+    if told.digest is None:
         _tell_real(result, told, request, again)
-        if "events" in told["backend"]:
+        if "events" in (told.backend or {}):
             _tell_departures(departures(steps_of_result(result, told), steps_of(world.history.rows), "the model"), "the model")
         else:
             click.echo("it keeps no events that could be compared with the model's")
     else:
-        if told.get("digest") != again.digest:
+        if told.digest != again.digest:
             click.echo("kvcover: this version plays the scenario differently from the one that wrote the result", err=True)
         for line in story(record_of(world), request):
             click.echo(line)
@@ -68,45 +63,34 @@ def command(result: str, request: int, baseline: str | None, causes: bool, budge
     sys.stdout.flush()
 
 
+def _read(path: str) -> Result:
+    """A result that says what was run."""
+    from kvcover.sim.results.read import read_result
+
+    result = read_result(path)
+    if result.scenario is None:
+        raise InputError(path, "holds no scenario", "give a file written by `kvcover run -o FILE`")
+    return result
+
+
 def _tell_departures(lines: list[str], there: str) -> None:
     """The first events that only this run or the other has."""
     for line in lines or [f"the same events as {there}, whatever their order and number"]:
-        click.echo(_plain(line))
+        click.echo(plain(line))
 
 
-def _tell_real(place: str, data: dict[str, Any], request: int, modelled: Result) -> None:
+def _tell_real(place: str, told: Result, request: int, modelled: Result) -> None:
     """What a real run kept of the request, and what the model makes of it."""
     import msgspec
 
     count = len(modelled.by_request)
     try:
-        stories = msgspec.convert((data.get("backend") or {}).get("stories"), list[list[str]])
-        outcomes = msgspec.convert(data.get("by_request"), list[str])
-    except (msgspec.ValidationError, AttributeError):
-        stories, outcomes = [], []
-    if not len(stories) == len(outcomes) == count:
+        stories = msgspec.convert((told.backend or {}).get("stories"), list[list[str]])
+    except msgspec.ValidationError:
+        stories = []
+    if not len(stories) == len(told.by_request) == count:
         raise InputError(place, f"keeps no story of its {count} requests", "write it again with `kvcover run -o FILE`")
     for line in stories[request]:
-        click.echo(_plain(line))
-    seen, expected = outcomes[request], modelled.by_request[request]
-    click.echo(f"the model ends it as {expected}" + (", as seen" if seen == expected else f", and this run as {_plain(seen)}"))
-
-
-def _plain(text: str) -> str:
-    """Text of a file as it may be shown: a file must not steer the terminal."""
-    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
-
-
-def _read(path: str) -> dict[str, Any]:
-    try:
-        text = sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8")
-        data = json.loads(text)
-    except OSError as error:
-        raise InputError(
-            path, f"can't be read: {error.strerror or error}", "give a file written by `kvcover run -o FILE`"
-        ) from None
-    except (ValueError, RecursionError):
-        raise InputError(path, "is not one JSON object", "give a file written by `kvcover run -o FILE`") from None
-    if not isinstance(data, dict):
-        raise InputError(path, "is not one JSON object", "give a file written by `kvcover run -o FILE`")
-    return data
+        click.echo(plain(line))
+    seen, expected = told.by_request[request], modelled.by_request[request]
+    click.echo(f"the model ends it as {expected}" + (", as seen" if seen == expected else f", and this run as {plain(seen)}"))

@@ -73,10 +73,10 @@ class Reader:
     def keys(self, leg: Leg) -> Iterator[AgentKey]:
         """The (DP, TP) ranks of prefill that this rank handshakes with; TP None is the one that the map names."""
         if self._flexible(leg):
-            return ((0, tp) for tp in range(as_int(leg.peer_tp)))
+            return ((0, tp) for tp in range(min(as_int(leg.peer_tp), MOST_RANKS)))
         targets = self.targets(leg)
         tps = [target.tp_rank for target in targets] if len(targets) > 1 else [None]
-        return ((dp, tp) for dp in range(as_int(leg.dp_size)) for tp in tps)
+        return ((dp, tp) for dp in range(min(as_int(leg.dp_size), MOST_RANKS)) for tp in tps)
 
     def dial(self, leg: Leg, keys: Iterator[AgentKey]) -> bool:
         """Handshake with these ranks, one after another; False, and `dead` says where, if one does not answer."""

@@ -9,6 +9,7 @@ from kvcover.sim.kernel.events import Dial
 from kvcover.sim.kernel.network import Address
 from kvcover.sim.moriio.rank import AgentKey, Rank
 from kvcover.sim.moriio.write_job import Job
+from kvcover.sim.releases.maps import MOST_RANKS
 from kvcover.sim.releases.ports import fold
 from kvcover.sim.releases.sizes import as_int
 
@@ -30,7 +31,7 @@ class Handshakes:
         handshake_ns = self.context.timing.handshake_ns
         at = max(clock.now, self._free_at)
         reached: list[tuple[AgentKey, Any, Dial]] = []
-        for key in (key for dp in range(as_int(leg.dp_size)) for key in job.keys(dp)):
+        for key in (key for dp in range(min(as_int(leg.dp_size), MOST_RANKS)) for key in job.keys(dp)):
             if at >= NEVER:
                 break
             address = self._address(job, key)

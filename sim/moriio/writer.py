@@ -50,6 +50,9 @@ class Writer:
         """The job of a transfer that prefill's forward is about to write. Raises PeerRefusal for an id that can be no key."""
         check_hashable(leg.transfer_id)
         job = self._job_of(str(leg.transfer_id), transfer)
+        if job.transfer.prefill_tables is None:  # announced of another request under this id, which waits for room here
+            transfer.own_blocks_only &= job.blocks is None
+            job.transfer = transfer
         job.leg = self._notices.last_leg = leg
         job.peer = self.peers.setdefault((leg.host, leg.handshake_port), Peer())
         return job

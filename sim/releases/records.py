@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
-from kvcover.sim.errors import InputError, nearest
+from kvcover.sim.errors import InputError, nearest, short
 from kvcover.sim.releases.policies import FIELDS
 
 
@@ -397,5 +397,5 @@ def get_release(name: str, place: str = "release") -> ConnectorRelease:
     """The record of a release; raises InputError with the nearest name."""
     record = RELEASES.get(ALIASES.get(name, name))
     if record is None:
-        raise InputError(place, f"no release {name!r}", nearest(name, [*RELEASES, *ALIASES]))
+        raise InputError(place, f"no release {short(name)}", nearest(name, [*RELEASES, *ALIASES]))
     return record

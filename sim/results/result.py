@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import Any, Literal
 
 import msgspec
@@ -165,39 +164,6 @@ def raced(checks: list[Check]) -> bool:
     return any(check.name == "no-race" and check.verdict == "fail" for check in checks)
 
 
-def failed_check(result: Result) -> Check | None:
-    """The first check that failed though the outcome is ok, but for the one on races, which scenarios may expect."""
-    if result.outcome != "ok":
-        return None
-    return next((check for check in result.checks if check.verdict == "fail" and check.name != "no-race"), None)
-
-
 def worst(outcomes: list[str]) -> str:
     """The worst of some outcomes; `vacuous` is decided elsewhere."""
     return max(outcomes, key=OUTCOMES.index, default="ok")
-
-
-class Summary(msgspec.Struct, frozen=True):
-    """What a matrix found: how many pairings are bad, and one line that says so."""
-
-    bad: int
-    line: str
-
-
-def summarize(results: list[Result]) -> Summary:
-    """Count outcomes by mode; a vacuous run is not good either, nor is one with a race or a failed check, however it went."""
-    bad = sum(result.outcome not in GOOD or raced(result.checks) or failed_check(result) is not None for result in results)
-    parts = []
-    for mode in dict.fromkeys(result.mode for result in results):
-        counts = Counter(result.outcome for result in results if result.mode == mode)
-        told = ", ".join(f"{counts[o]} {o}" for o in (*OUTCOMES, "vacuous") if counts[o])
-        races = sum(result.mode == mode and raced(result.checks) for result in results)
-        told += f", {races} with a race" if races else ""
-        failed = sum(result.mode == mode and failed_check(result) is not None for result in results)
-        told += f", {failed} with a failed check" if failed else ""
-        parts.append(f"{mode.upper()} {told}")
-    releases = results[0].release
-    if results[0].decode_release != releases:
-        releases += f" → {results[0].decode_release}"
-    verdict = "every pairing is good" if not bad else f"{bad} of {len(results)} pairings are not good"
-    return Summary(bad, f"{releases}: {verdict} ({'; '.join(parts)})")

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator, Sequence
-from typing import Any, TypeVar
+from collections import Counter
+from typing import Any
 
 import msgspec
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
 from kvcover.sim.cache.wrong import WrongCells, in_words
 from kvcover.sim.results.keys import LegKeys, all_in_words
-from kvcover.sim.results.result import GOOD, MEANING, OUTCOMES, RankCoverage, Remedies, Result, raced, summarize
+from kvcover.sim.results.result import GOOD, MEANING, OUTCOMES, RankCoverage, Remedies, Result, raced
+from kvcover.sim.results.verdict import judge_cells, together
 
-Item = TypeVar("Item")
 _STYLE = {"ok": "green", "refused": "cyan", "recomputed": "cyan", "failed": "yellow", "degraded": "yellow",
           "leak": "yellow", "hang": "magenta", "crash": "red", "corrupt": "bold red", "vacuous": "reverse"}  # fmt: skip
 _MAX_RANK_ROWS = 16
@@ -38,16 +36,6 @@ def console() -> Console:
     """Standard output; without colour and 80 columns wide when it is not a terminal."""
     out = _Plain()
     return out if out.is_terminal else _Plain(width=80, color_system=None)
-
-
-def progress(items: Sequence[Item], what: str) -> Iterator[Item]:
-    """Go through items with a bar on stderr, if that is a terminal."""
-    if not sys.stderr.isatty() or len(items) < 2:
-        yield from items
-        return
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        yield from bar.track(items, description=what)
 
 
 def fraction(value: float | None) -> str:
@@ -78,17 +66,50 @@ def show_matrix(results: list[Result]) -> None:
     out = console()
     for mode in dict.fromkeys(result.mode for result in results):
         _show_mode(out, [result for result in results if result.mode == mode])
-    worst = max((r.outcome for r in results if r.outcome in OUTCOMES), key=OUTCOMES.index, default="ok")
     if any(r.outcome == "vacuous" for r in results):
         out.print(f"vacuous: {MEANING['vacuous']}")
-    out.print(summarize(results).line)
-    if worst not in GOOD:
-        example = next(r for r in results if r.outcome == worst)
-        out.print(f"worst: {worst} ({MEANING[worst]}); see it with", soft_wrap=True)
-        out.print(f"  {example.replay}", soft_wrap=True)
-    elif (racing := next((r for r in results if raced(r.checks)), None)) is not None:
-        out.print("race: nothing but time orders what decode uses, or an engine frees; see it with", soft_wrap=True)
-        out.print(f"  {racing.replay}", soft_wrap=True)
+    out.print(summary_line(results))
+    bad = [r for r, (_, verdict) in zip(results, judge_cells(results), strict=True) if verdict.status == "fail"]
+    if bad:
+        worst = max(bad, key=lambda r: OUTCOMES.index(r.outcome))
+        out.print(f"{_worst(worst)}; see it with", soft_wrap=True)
+        out.print(f"  {worst.replay}", soft_wrap=True)
+
+
+def _worst(result: Result) -> str:
+    """What is worst in a matrix."""
+    if result.outcome not in GOOD:
+        return f"worst: {result.outcome} ({MEANING[result.outcome]})"
+    if raced(result.checks):
+        return "race: nothing but time orders what decode uses, or an engine frees"
+    return "worst: " + ", ".join(f"{check.name} failed" for check in result.checks if check.verdict == "fail")
+
+
+def summary_line(results: list[Result]) -> str:
+    """What a matrix found, in one line: the judge's verdict, and outcomes by mode."""
+    verdicts = judge_cells(results)
+    whole, bad = together(verdicts, "pairings"), sum(verdict.status == "fail" for _, verdict in verdicts)
+    said = {
+        "pass": "every pairing is good",
+        "fail": f"{bad} of {len(results)} pairings are not good",
+        "inconclusive": f"nothing is shown, as {whole.text}",
+    }
+    parts = []
+    for mode in dict.fromkeys(result.mode for result in results):
+        mine = [result for result in results if result.mode == mode]
+        counts = Counter(result.outcome for result in mine)
+        told = [f"{counts[o]} {o}" for o in (*OUTCOMES, "vacuous") if counts[o]]
+        races = sum(raced(result.checks) for result in mine)
+        told += [f"{races} with a race"] if races else []
+        failed = sum(result.outcome in GOOD and _fails(result) for result in mine)
+        told += [f"{failed} with a failed check"] if failed else []
+        parts.append(f"{mode.upper()} {', '.join(told)}")
+    return f"{_releases(results[0])}: {said[whole.status]} ({'; '.join(parts)})"
+
+
+def _fails(result: Result) -> bool:
+    """Whether a check failed besides the one on races."""
+    return any(check.verdict == "fail" and check.name != "no-race" for check in result.checks)
 
 
 def matrix_markdown(results: list[Result]) -> str:
@@ -100,14 +121,15 @@ def matrix_markdown(results: list[Result]) -> str:
         lines += [f"**{mode.upper()}**, vLLM {_releases(first)}, {first.model}, {first.tier} tier: coverage and outcome", ""]
         lines += ["| P \\ D | " + " | ".join(f"TP{tp}" for tp in columns) + " |", "|---" * (len(columns) + 1) + "|"]
         for prefill in dict.fromkeys(result.prefill["tp"] for result in mine):
-            row = [f"{fraction(r.coverage)} {r.outcome}{_race(r)}" for r in mine if r.prefill["tp"] == prefill]
+            cells = {r.decode["tp"]: r for r in mine if r.prefill["tp"] == prefill}
+            row = [f"{fraction(r.coverage)} {r.outcome}{_race(r)}" if (r := cells.get(tp)) else "not run" for tp in columns]
             lines.append(f"| TP{prefill} | " + " | ".join(row) + " |")
         lines.append("")
     backend = results[0].backend
     if backend:
         trees = backend.get("prefill_vllm"), backend.get("decode_vllm")
         lines.append(f"mori.io: {backend.get('mori')}; connector files: {_hashes(trees)}")
-    return "\n".join([*lines, summarize(results).line])
+    return "\n".join([*lines, summary_line(results)])
 
 
 def _hashes(trees: tuple[object, object]) -> str:
@@ -134,7 +156,10 @@ def _show_mode(out: Console, results: list[Result]) -> None:
         for prefill in dict.fromkeys(result.prefill["tp"] for result in results):
             row: list[Text] = [Text(f"TP{prefill}")]
             for decode in part:
-                result = cells[prefill, decode]
+                result = cells.get((prefill, decode))
+                if result is None:
+                    row.append(Text("not run", style="reverse"))
+                    continue
                 row.append(Text(fraction(result.coverage) + "\n").append_text(outcome_text(result.outcome)).append(_race(result)))
             table.add_row(*row, end_section=True)
         out.print(table)

@@ -30,11 +30,11 @@ EXAMPLES = {
 def check_plain(value: Any, place: str) -> None:
     """Raise InputError for what no field can hold: text that is not Unicode, endless digits, endless nesting."""
     if isinstance(value, Mapping):
-        if too_deep(dict(value)):
-            raise InputError(place or "scenario", f"{short(value)} is nested too deeply", "use plain values, lists and tables")
         for key, inner in value.items():
             if not isinstance(key, str):
                 raise InputError(place or "scenario", f"{short(key)} is no name of a field", "use text")
+            if too_deep(dict(inner) if isinstance(inner, Mapping) else inner):
+                raise InputError(join(place, key), f"{short(inner)} is nested too deeply", "use plain values, lists and tables")
             check_plain(key, place or "scenario")
             check_plain(inner, join(place, key))
     elif isinstance(value, (list, tuple)):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import msgspec
 
@@ -14,10 +13,8 @@ from kvcover.sim.errors import InputError, PeerRefusal
 from kvcover.sim.releases.records import ConnectorRelease
 from kvcover.sim.scenario.scenario import Scenario, Side
 
-Watch = Callable[[str, ConnectorRelease], ConnectorRelease]
-_MAX_EVENTS = 20_000_000  # minutes, and 3 GB
-_MAX_NEEDED = 1 << 27  # cells of all requests on all ranks: 3 GB
 _MAX_CELLS = 1 << 24  # of one rank and layer
+_MAX_POOL = 1 << 23  # blocks of all DP ranks: a third of a GB
 
 
 class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
@@ -307,4 +304,7 @@ def _pool_size(name: str, side: Side, scenario: Scenario, requests: tuple[Reques
         raise InputError(f"{name}.num_blocks", f"{size} blocks can't hold a request of {largest}", f"use at least {largest + 1}")
     if highest >= size:
         raise InputError(f"{name}.num_blocks", f"{size} blocks have no block {highest}", f"use at least {highest + 1}")
+    if size * side.dp > _MAX_POOL:
+        problem = f"{size} blocks on each of {side.dp} DP ranks are more than the {_MAX_POOL} in all that fit in memory"
+        raise InputError(f"{name}.num_blocks", problem, f"use at most {_MAX_POOL // side.dp}, lower dp, or use a shorter prompt")
     return size

@@ -7,7 +7,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from kvcover.sim.errors import InputError, nearest
+from kvcover.sim.errors import InputError, nearest, short
 
 FixedNs = Annotated[int, Meta(ge=0, le=10**12)]
 GbPerS = Annotated[float, Meta(ge=1e-6, le=1e6)]
@@ -74,5 +74,5 @@ def get_fabric(given: str | FabricSpec) -> Fabric:
     if isinstance(given, FabricSpec):
         return Fabric(name="own numbers", fit_error=0.0, source="the scenario", **msgspec.to_builtins(given))
     if given not in FABRICS:
-        raise InputError("fabric", f"no fabric {given!r}", nearest(given, FABRICS))
+        raise InputError("fabric", f"no fabric {short(given)}", nearest(given, FABRICS))
     return FABRICS[given]

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from kvcover.sim.errors import InputError, nearest
+from kvcover.sim.errors import InputError, nearest, short
 from kvcover.sim.releases.records import get_release
 
 Template = dict[str, Any]
@@ -174,5 +174,5 @@ def get_router(name: str, prefill_release: str) -> Router:
         name = get_release(prefill_release).toy_proxy
     router = ROUTERS.get(name)
     if router is None:
-        raise InputError("router", f"no router {name!r}", nearest(name, [TOY_PROXY, *ROUTERS]))
+        raise InputError("router", f"no router {short(name)}", nearest(name, [TOY_PROXY, *ROUTERS]))
     return router

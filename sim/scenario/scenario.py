@@ -7,7 +7,6 @@ the value and the nearest right one. A scenario with every name looked up and ev
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -16,8 +15,9 @@ import msgspec
 from msgspec import Meta
 
 from kvcover.faults import KINDS, EventFault, Fault, FaultSyntaxError, KeyFault, parse_fault
-from kvcover.faults.read import UnfitJson, plain_json
+from kvcover.faults.read import UnfitJson, plain_json, plain_toml
 from kvcover.sim.errors import InputError, nearest, short
+from kvcover.sim.files import MB, read_text
 from kvcover.sim.releases.records import NEWEST
 from kvcover.sim.scenario.complaints import EXAMPLES, check_plain, explain, fields_of, in_tables, reject_name, reject_unknown
 from kvcover.sim.scenario.fabric import FabricSpec
@@ -34,6 +34,10 @@ Nanoseconds = Annotated[int, Meta(ge=0, le=10**15)]
 Seconds = Annotated[float, Meta(gt=0, le=10**6)]
 Host = Annotated[str, Meta(pattern="^[!-~]+$", max_length=253)]
 Block = Annotated[int, Meta(ge=1, le=1 << 20)]  # vLLM never hands out block 0
+
+
+_MOST_BYTES = 4 * MB
+_MOST_FAULTS = 1000
 
 
 class _Strict(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -135,7 +139,7 @@ Outcome = Literal["ok", "refused", "recomputed", "failed", "degraded", "leak", "
 
 
 class Expect(_Strict, frozen=True):
-    """What `--check` compares the result with; without it, `--check` wants `ok`, `refused` or `recomputed`.
+    """What a result is compared with, by `--check` too, which wants `ok`, `refused` or `recomputed` where no outcome is named.
 
     `race` says whether a race is to be found, on a tier that sees what orders events; left open, `--check` allows none.
     """
@@ -185,15 +189,10 @@ def load(path: str | Path) -> dict[str, Any]:
     kvcover.sim.errors.InputError: no-such.toml: can't be read: No such file or directory; give the path of a scenario file
     """
     place, example = str(path) or "''", "see `kvcover run --help` for an example"
-    try:
-        text = Path(path).read_text(encoding="utf-8-sig")
-    except OSError as error:
-        raise InputError(place, f"can't be read: {error.strerror or error}", "give the path of a scenario file") from None
-    except UnicodeDecodeError:
-        raise InputError(place, "is not UTF-8 text", "give a TOML or JSON file") from None
+    text = read_text(path, _MOST_BYTES, "give the path of a scenario file")
     kind = "JSON" if place.endswith(".json") else "TOML"
     try:
-        data = plain_json(text) if kind == "JSON" else tomllib.loads(text)
+        data = plain_json(text) if kind == "JSON" else plain_toml(text)
     except UnfitJson as error:
         raise InputError(place, str(error), example) from None
     except RecursionError:
@@ -202,8 +201,8 @@ def load(path: str | Path) -> dict[str, Any]:
         if "digits" in str(error):
             raise InputError(place, "holds a number of too many digits", "use a shorter one") from None
         raise InputError(place, f"is not {kind}: {error}", example) from None
-    if not isinstance(data, dict):
-        raise InputError(place, "holds no table of fields", example)
+    if not isinstance(data, dict) or not data:
+        raise InputError(place, "holds no field" if data == {} else "holds no table of fields", example)
     return data
 
 
@@ -228,6 +227,7 @@ def build(data: Mapping[str, Any]) -> Scenario:
         scenario = msgspec.convert(data, Scenario, strict=True)
     except msgspec.ValidationError as error:
         raise explain(error, data, Scenario, "") from None
+    check_fault_count(scenario)
     faults = tuple(str(fault_of(f"faults[{index}]", given)) for index, given in enumerate(scenario.faults))
     return msgspec.structs.replace(scenario, faults=faults)
 
@@ -282,6 +282,12 @@ def check_tables(data: Mapping[str, Any]) -> None:
     for name in ("prefill", "decode", "timers", "timing", "workload", "rdma", "overrides"):
         if not isinstance(data.get(name, {}), Mapping):
             raise InputError(name, f"{short(data[name])} is wrong", f"expected a table such as {EXAMPLES[name]}")
+
+
+def check_fault_count(scenario: Scenario) -> None:
+    """Raise InputError for more faults than end in seconds, and than anybody can tell apart."""
+    if len(scenario.faults) > _MOST_FAULTS:
+        raise InputError("faults", f"{len(scenario.faults)} of them are too many to tell apart", f"use at most {_MOST_FAULTS}")
 
 
 def fault_of(place: str, given: dict[str, Any] | str) -> Fault:

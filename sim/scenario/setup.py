@@ -16,7 +16,7 @@ from kvcover.sim.releases.records import ConnectorRelease, get_release
 from kvcover.sim.scenario.endpoint import Endpoint, Request, blocks_of, check_whole_blocks, endpoint_of, has_hybrid_kv, table_rows
 from kvcover.sim.scenario.fabric import Fabric, get_fabric
 from kvcover.sim.scenario.routers import Router, get_router
-from kvcover.sim.scenario.scenario import RequestSpec, Scenario, checked, fault_of
+from kvcover.sim.scenario.scenario import RequestSpec, Scenario, check_fault_count, checked, fault_of
 
 Watch = Callable[[str, ConnectorRelease], ConnectorRelease]
 _MAX_EVENTS = 20_000_000  # minutes, and 3 GB
@@ -50,7 +50,7 @@ def resolve(scenario: Scenario, geometry: Geometry | None = None, watch: Watch |
     """
     scenario = checked(scenario)
     prefill_release = get_release(scenario.release).overridden(scenario.overrides)
-    decode_release = get_release(scenario.decode_release or scenario.release, "decode_release").overridden(scenario.overrides)
+    decode_release = get_release(_decode_release(scenario), "decode_release").overridden(scenario.overrides)
     if watch is not None:
         prefill_release, decode_release = watch("prefill", prefill_release), watch("decode", decode_release)
     geometry = resolve_model(scenario.model) if geometry is None else geometry
@@ -79,9 +79,14 @@ def resolve(scenario: Scenario, geometry: Geometry | None = None, watch: Watch |
     )
 
 
+def _decode_release(scenario: Scenario) -> str:
+    return scenario.release if scenario.decode_release is None else scenario.decode_release
+
+
 def _faults(scenario: Scenario, requests: tuple[Request, ...], prefill: Endpoint, decode: Endpoint) -> tuple[Fault, ...]:
     ranks = [*prefill.rank_names(), *decode.rank_names()]
-    faults = []
+    faults: list[Fault] = []
+    check_fault_count(scenario)
     for index, given in enumerate(scenario.faults):
         place = f"faults[{index}]"
         fault = fault_of(place, given)

@@ -21,6 +21,7 @@ import msgspec
 from kvcover.faults.params import LEGS
 from kvcover.sim.cache.geometry import Geometry
 from kvcover.sim.errors import InputError
+from kvcover.sim.progress import each
 from kvcover.sim.releases.policies import FIELDS
 from kvcover.sim.releases.records import REFERENCE, RELEASES
 from kvcover.sim.releases.watched import watched
@@ -28,8 +29,8 @@ from kvcover.sim.results.chains import Cause, Found, Lever
 from kvcover.sim.results.findings import find
 from kvcover.sim.results.outcome import plan_of, rank_coverages, sets_of
 from kvcover.sim.results.races import find_races
-from kvcover.sim.results.result import GOOD, OUTCOMES, Remedies, Remedy, Result, Shown, raced
-from kvcover.sim.results.show import progress
+from kvcover.sim.results.result import OUTCOMES, Remedies, Remedy, Result, Shown
+from kvcover.sim.results.verdict import judge_run
 from kvcover.sim.scenario.routers import ROUTERS
 from kvcover.sim.scenario.scenario import Scenario
 from kvcover.sim.scenario.setup import Setup, resolve
@@ -117,7 +118,7 @@ class Search:
 
     def singles(self) -> None:
         """Every flip alone."""
-        for flip in progress(self.flips, "flips"):
+        for flip in each(self.flips, "flips"):
             self._try(flip)
 
     def pairs(self, budget_s: float) -> None:
@@ -190,7 +191,8 @@ def explain(scenario: Scenario, budget_s: float | None = None) -> Result:
     """
     started = time.perf_counter()
     search = Search(scenario)
-    if search.result.outcome in GOOD and not raced(search.result.checks):
+    verdict = judge_run(search.result)
+    if verdict.passed or verdict.idle:
         return search.result
     search.singles()
     if budget_s is not None:

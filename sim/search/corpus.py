@@ -18,11 +18,11 @@ from msgspec import Meta
 
 from kvcover.sim.errors import InputError, TierError, nearest
 from kvcover.sim.releases.records import PUBLISHED
-from kvcover.sim.results.expect import disagreement
 from kvcover.sim.results.result import GOOD, Result
+from kvcover.sim.results.verdict import Verdict, fail, judge_expected
 from kvcover.sim.scenario.scenario import Expect, Outcome, Scenario, build
 from kvcover.sim.scenario.setup import resolve
-from kvcover.sim.tiers import fault_kinds, load_tier
+from kvcover.sim.tiers import Tier, fault_kinds, load_tier
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "corpus.md"
 NOT_MODELLED = "_not_modelled.toml"
@@ -103,13 +103,28 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     scenario: Scenario
     expected: Expected
 
+    @property
+    def name(self) -> str:
+        """`vllm#47764 remedy 0.26.0`."""
+        return f"{self.of_any_release} {self.release}"
+
+    @property
+    def of_any_release(self) -> str:
+        """`vllm#47764 remedy`."""
+        return f"{self.report.report} {self.variant}".strip()
+
 
 class Judged(msgspec.Struct, frozen=True, kw_only=True):
-    """A case and what came of it; `problem` is empty when it is as expected."""
+    """A case, what came of it, and whether that is as expected."""
 
     case: Case
     result: Result
-    problem: str
+    verdict: Verdict
+
+    @property
+    def problem(self) -> str:
+        """Empty when it is as expected."""
+        return self.verdict.text
 
     def to_dict(self) -> dict[str, Any]:
         """The result as every command prints it, with what the corpus says of it."""
@@ -281,21 +296,27 @@ def select(reports: Sequence[PublicReport], names: Sequence[str]) -> list[Public
 def judge(case: Case, result: Result) -> Judged:
     """Compare a result with what was expected."""
     want = case.expected
-    problem = disagreement(result, Expect(outcome=want.outcome, coverage=want.coverage, by_rank=want.by_rank), check=False)
+    verdict = judge_expected(result, Expect(outcome=want.outcome, coverage=want.coverage, by_rank=want.by_rank))
     bad = tuple(index for index, outcome in enumerate(result.by_request) if outcome not in GOOD)
-    if not problem and want.bad is not None and bad != want.bad:
-        problem = f"expected that requests {list(want.bad)} are bad, got {list(bad)}"
-    return Judged(case=case, result=result, problem=problem)
+    if verdict.passed and want.bad is not None and bad != want.bad:
+        verdict = fail(f"expected that requests {list(want.bad)} are bad, got {list(bad)}")
+    return Judged(case=case, result=result, verdict=verdict)
+
+
+def able(wanted: Sequence[Case], tier: Tier) -> list[Case]:
+    """The cases whose faults a tier can inject; raises TierError if there are none."""
+    found = [case for case in wanted if tier.can.faults.issuperset(fault_kinds(case.scenario))]
+    if wanted and not found:
+        raise TierError("--tier", f"{tier.name!r} can't inject the faults of these reports", "use --tier model")
+    return found
 
 
 def run_cases(wanted: Sequence[Case], tier: str = "model") -> list[Judged]:
     """Run cases on a tier; those whose faults it can't inject are left out."""
     chosen = load_tier(tier)
-    able = [case for case in wanted if chosen.can.faults.issuperset(fault_kinds(case.scenario))]
-    if wanted and not able:
-        raise TierError("--tier", f"{tier!r} can't inject the faults of these reports", "use --tier model")
-    results = chosen.many([case.scenario for case in able])
-    return [judge(case, result) for case, result in zip(able, results, strict=True)]
+    cases = able(wanted, chosen)
+    results = chosen.many([case.scenario for case in cases])
+    return [judge(case, result) for case, result in zip(cases, results, strict=True)]
 
 
 # -- the page ----------------------------------------------------------------------------------------------------

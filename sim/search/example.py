@@ -10,7 +10,7 @@ import msgspec
 
 from kvcover.sim.scenario.scenario import Scenario
 from kvcover.sim.scenario.setup import resolve
-from kvcover.sim.search.explore import FailureGroup
+from kvcover.sim.search.failures import FailureGroup
 from kvcover.sim.search.shrink import Draft
 from kvcover.sim.simulate import run_world
 

@@ -10,26 +10,36 @@ from __future__ import annotations
 
 import copy
 import functools
-import hashlib
-import json
+import itertools
 import math
-import re
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Executor, Future
-from typing import Any
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import BrokenExecutor, Executor, Future
+from typing import Any, NamedTuple
 
 import msgspec
 
 from kvcover.sim.errors import InputError, short
-from kvcover.sim.releases.records import REFERENCE
-from kvcover.sim.results.result import GOOD, OUTCOMES, Result
+from kvcover.sim.results.regress import change
+from kvcover.sim.results.result import GOOD, Result
+from kvcover.sim.results.verdict import Verdict, fail, inconclusive, judge_run
 from kvcover.sim.scenario.scenario import Scenario
 from kvcover.sim.scenario.setup import resolve
-from kvcover.sim.search.grid import faults_of, side_of, sizes_of
-from kvcover.sim.search.shrink import Draft, shrink
+from kvcover.sim.search.baseline import as_baseline
+from kvcover.sim.search.failures import (
+    Exploration,
+    FailureGroup,
+    Groups,
+    Signature,
+    Tallied,
+    add_group,
+    group_of,
+    run_digest,
+)
+from kvcover.sim.search.grid import faults_of, side_of
+from kvcover.sim.search.shrink import Draft, find_once, shrink
 from kvcover.sim.search.swarm import Swarm, swarm_of
 from kvcover.sim.simulate import run_world
 
@@ -40,11 +50,17 @@ CHUNK_SEEDS = 50
 
 
 class SeedJob(msgspec.Struct, frozen=True, kw_only=True, tag="seeds"):
-    """Some seeds of a swarm."""
+    """Some seeds of a swarm. With a `baseline`, a failure is what that release does better."""
 
     swarm: Swarm
     first: int
     count: int
+    baseline: str = ""
+
+    @property
+    def at(self) -> int:
+        """Where in the exploration it stands: by its first seed."""
+        return self.first
 
     def drafts(self, fit: Callable[[Draft], None] = lambda draft: None) -> Iterator[tuple[str, Callable[[], Draft]]]:
         """A name for each draft, and how to make it; a tier's `fit` rounds what is drawn."""
@@ -53,10 +69,12 @@ class SeedJob(msgspec.Struct, frozen=True, kw_only=True, tag="seeds"):
 
 
 class GridJob(msgspec.Struct, frozen=True, kw_only=True, tag="grid"):
-    """A scenario alone, and with each of its faults."""
+    """A scenario alone, and with each of its faults; `at` is its number, `baseline` as of SeedJob."""
 
     draft: dict[str, Any]
     name: str
+    at: int = 0
+    baseline: str = ""
 
     def drafts(self) -> Iterator[tuple[str, Callable[[], Draft]]]:
         """As SeedJob.drafts."""
@@ -65,201 +83,112 @@ class GridJob(msgspec.Struct, frozen=True, kw_only=True, tag="grid"):
             faults = faults_of(self.draft)
         except InputError:
             return  # said by the draft alone
+        alone = {name: value for name, value in self.draft.items() if name != "expect"}  # that is of the scenario as it is
         planned = self.draft.get("faults", [])
         for fault in faults:
-            yield f"{self.name}, {fault}", functools.partial(dict, self.draft, faults=[*planned, fault])
+            yield f"{self.name}, {fault}", functools.partial(dict, alone, faults=[*planned, fault])
 
 
 Work = SeedJob | GridJob
 
 
-class Signature(msgspec.Struct, frozen=True, order=True):
-    """What makes two failures the same: `release` says also whether decode ran another one."""
-
-    outcome: str
-    release: str
-    mode: str
-    kinds: tuple[str, ...]
-
-
-class FailureGroup(msgspec.Struct):
-    """Failures of one signature and shape: how many, and the smallest of them.
-
-    Two bugs may look alike in what they find, so groups are told apart by shape too until they are shrunk or shown.
-    """
-
-    signature: Signature
-    shape: tuple[str, ...]
-    count: int
-    size: tuple[int, ...]
-    name: str
-    draft: dict[str, Any]
-
-    def merge(self, other: FailureGroup) -> None:
-        """Count another group in, and keep the smaller example."""
-        self.count += other.count
-        if other.size < self.size:
-            self.shape, self.size, self.name, self.draft = other.shape, other.size, other.name, other.draft
-
-
-class Tallied(msgspec.Struct):
-    """What came of a chunk, or of all of them. `digests` are 16 bytes a run, in order."""
-
-    outcomes: dict[str, int] = {}
-    groups: list[FailureGroup] = []
-    digests: bytes = b""
-    invalid: str = ""
-
-
-def good(scenario: Scenario, result: Result) -> bool:
-    """Whether a run is a pass: its outcome is good and, where it is `ok`, so is every check.
-
-    The reference owes more when nothing is done to it: `ok` or `refused`, unless a request asks for no KV.
-    """
-    if result.outcome == "ok":
-        return all(check.verdict != "fail" for check in result.checks)
-    releases = {result.release, result.decode_release}
-    if releases != {REFERENCE} or scenario.faults or scenario.overrides:
-        return result.outcome in GOOD
-    without = any(request.plain or request.external_zero for request in resolve(scenario).requests)
-    return result.outcome == "refused" or (without and result.outcome == "recomputed")
-
-
 def signature_of(result: Result) -> Signature:
     """What a failure is told by."""
     kinds = sorted({finding.kind for finding in result.findings})
-    if result.outcome == "ok":
+    if result.outcome in GOOD:
         kinds += [check.name for check in result.checks if check.verdict == "fail"]
     skew = "" if result.decode_release == result.release else " → other"
     return Signature(result.outcome, result.release + skew, result.mode, tuple(kinds))
 
 
-def group_of(signature: Signature, name: str, draft: Draft) -> FailureGroup:
-    """A group of one."""
-    return FailureGroup(signature, _shape(draft), 1, _size(draft), name, draft)
+class _Ran(NamedTuple):
+    """What came of one draft: `signature` if that is a failure, `known` if it is none because the baseline is as bad."""
+
+    outcome: str
+    digest: str
+    signature: Signature | None = None
+    passed: bool = False
+    known: bool = False
 
 
-_HEAD = re.compile(r"[^:]+:[^=@#,]*")
-
-
-def _shape(draft: Mapping[str, Any]) -> tuple[str, ...]:
-    """What a draft is about: the faults without their details, which way TP sizes go, who has several DP ranks."""
-    heads = {match[0] for fault in draft.get("faults", ()) if (match := _HEAD.match(str(fault)))}
-    (prefill, decode), dps = sizes_of(draft, "tp"), sizes_of(draft, "dp")
-    way = "fan-in" if prefill > decode else "fan-out" if prefill < decode else "equal" if prefill > 1 else "single"
-    return (*sorted(heads), way, *(f"{name}.dp" for name, dp in zip(("prefill", "decode"), dps, strict=True) if dp > 1))
-
-
-def _size(draft: Mapping[str, Any]) -> tuple[int, ...]:
-    """How much there is to read in a draft; ties go to the lower seed."""
-    (ptp, dtp), (pdp, ddp) = sizes_of(draft, "tp"), sizes_of(draft, "dp")
-    requests = draft.get("requests", 1)
-    return (
-        len(draft.get("faults", ())) + len(draft.get("overrides", ())),
-        requests if isinstance(requests, int) else len(requests),
-        ptp * pdp + dtp * ddp,
-        len(json.dumps(draft)),
-        draft.get("seed", 0),
-    )
-
-
-def _run_one(draft: Draft) -> tuple[str, Signature | None, str]:
-    """Outcome, signature if that is a failure, and digest of one draft; raises InputError if it makes no sense."""
+def _run_one(draft: Draft, baseline: str) -> _Ran:
+    """Run one draft, and on the baseline's release what is not clean; raises InputError for one that makes no sense."""
     try:
         scenario = msgspec.convert(draft, Scenario, strict=True)
     except msgspec.ValidationError as error:
         raise InputError("draft", str(error)) from None
     try:
         result = run_world(resolve(scenario))[0]
+        before = run_world(resolve(as_baseline(scenario, baseline)))[0] if baseline and not clean(scenario, result) else None
     except InputError:
         raise
     except Exception as error:
         where = traceback.extract_tb(error.__traceback__)[-1]
         kind = f"{type(error).__name__} at {where.name}"
-        return "error", Signature("error", scenario.release, scenario.mode, (kind,)), kind
-    failed = result.outcome != "vacuous" and not good(scenario, result)
-    return result.outcome, signature_of(result) if failed else None, result.digest or ""
+        return _Ran("error", kind, Signature("error", scenario.release, scenario.mode, (kind,)))
+    verdict, known = judged(scenario, result, before)
+    signature = signature_of(result) if verdict.status == "fail" else None
+    return _Ran(result.outcome, result.digest or "", signature, verdict.passed, known)
+
+
+def clean(scenario: Scenario, result: Result) -> bool:
+    """Whether nothing can be worse in a run than in a baseline's."""
+    return result.outcome == "ok" and judge_run(result, scenario.expect).passed
+
+
+def judged(scenario: Scenario, result: Result, before: Result | None) -> tuple[Verdict, bool]:
+    """The verdict of a run, beside a baseline's if there is one; and whether it would fail if the baseline were not as bad.
+
+    Beside a baseline, what is worse is a failure even if its outcome is good, as where it refuses what was done before.
+    """
+    verdict = judge_run(result, scenario.expect)
+    if before is None or "vacuous" in (before.outcome, result.outcome):
+        return verdict, False
+    if worse := change(before, result).worse:
+        return fail(*worse), False
+    return (inconclusive("as bad as in the baseline"), True) if verdict.status == "fail" else (verdict, False)
 
 
 def work(job: bytes) -> bytes:
     """Run a job in whatever process this is; both sides are msgpack, so that little travels."""
-    report = Tallied()
+    planned: Work = msgspec.msgpack.decode(job, type=Work)
+    report = Tallied(at=planned.at)
     groups: Groups = {}
     digests = []
-    for name, make in msgspec.msgpack.decode(job, type=Work).drafts():
+    for name, make in planned.drafts():
         try:
             draft = make()
-            outcome, signature, digest = _run_one(draft)
+            ran = _run_one(draft, planned.baseline)
         except InputError as error:
-            outcome, signature, digest = "invalid", None, str(error)
+            ran = _Ran("invalid", str(error))
             report.invalid = report.invalid or f"{name}: {error}"
-        report.outcomes[outcome] = report.outcomes.get(outcome, 0) + 1
-        digests.append(hashlib.blake2b(f"{outcome} {signature} {digest}".encode(), digest_size=16).digest())
-        if signature is not None:
-            _add(groups, group_of(signature, name, draft))
+        report.count(ran.outcome)
+        report.passed += ran.passed
+        report.known += ran.known
+        digests.append(run_digest(ran.outcome, ran.signature, ran.digest))
+        if ran.signature is not None:
+            add_group(groups, group_of(ran.signature, name, draft))
     report.groups, report.digests = list(groups.values()), b"".join(digests)
     return msgspec.msgpack.encode(report)
 
 
-Groups = dict[tuple[Signature, tuple[str, ...]], FailureGroup]
-
-
-def _add(groups: Groups, group: FailureGroup) -> None:
-    known = groups.setdefault((group.signature, group.shape), group)
-    if known is not group:
-        known.merge(group)
-
-
-class Exploration(msgspec.Struct):
-    """Everything that was explored so far."""
-
-    runs: int = 0
-    outcomes: dict[str, int] = {}
-    groups: Groups = {}
-    shrunk: bool = False
-    invalid: str = ""
-    digest: str = ""
-    seconds: float = 0.0
-    stopped: bool = False
-    skipped: dict[str, int] = {}
-    """On a real tier: why drafts could not be run there, and how many."""
-    varied: int = 0
-    """On a real tier: runs that differed from the model, and agreed when they were run again."""
-
-    def add(self, group: FailureGroup) -> None:
-        """Count failures in."""
-        _add(self.groups, group)
-
-    @property
-    def failures(self) -> int:
-        return sum(group.count for group in self.groups.values())
-
-    def ranked(self) -> list[FailureGroup]:
-        """Groups, the worst outcome first, the commonest of an outcome first; by signature alone unless they are shrunk."""
-        groups = self.groups
-        if not self.shrunk:
-            groups = {}
-            for group in self.groups.values():
-                alone = groups.setdefault((group.signature, ()), msgspec.structs.replace(group, count=0))
-                alone.merge(group)
-        order = {outcome: -rank for rank, outcome in enumerate((*OUTCOMES, "error", "differs"))}
-        return sorted(groups.values(), key=lambda g: (order[g.signature.outcome], -g.count, g.signature, g.shape))
-
-
-def seed_jobs(swarm: Swarm, first: int, count: int, chunk: int = CHUNK_SEEDS) -> Iterator[SeedJob]:
+def seed_jobs(swarm: Swarm, first: int, count: int, chunk: int = CHUNK_SEEDS, baseline: str = "") -> Iterator[SeedJob]:
     """All seeds, in chunks."""
     for start in range(first, first + count, chunk):
-        yield SeedJob(swarm=swarm, first=start, count=min(chunk, first + count - start))
+        yield SeedJob(swarm=swarm, first=start, count=min(chunk, first + count - start), baseline=baseline)
 
 
-def grid_jobs(data: Mapping[str, Any], pairs: Iterable[tuple[int, int]], modes: Iterable[str]) -> Iterator[GridJob]:
+def grid_jobs(
+    data: Mapping[str, Any], pairs: Iterable[tuple[int, int]], modes: Iterable[str], baseline: str = ""
+) -> Iterator[GridJob]:
     """One job a mode and pairing of TP sizes."""
-    sizes = list(pairs)
-    for mode in modes:
-        for prefill, decode in sizes:
-            draft = copy.deepcopy(dict(data)) | {"mode": mode}
-            side_of(draft, "prefill")["tp"], side_of(draft, "decode")["tp"] = prefill, decode
-            yield GridJob(draft=draft, name=f"{mode} P{prefill}→D{decode}")
+    for at, (mode, (prefill, decode)) in enumerate(itertools.product(modes, list(pairs))):
+        draft = copy.deepcopy(dict(data)) | {"mode": mode}
+        side_of(draft, "prefill")["tp"], side_of(draft, "decode")["tp"] = prefill, decode
+        yield GridJob(draft=draft, name=f"{mode} P{prefill}→D{decode}", at=at, baseline=baseline)
+
+
+Keep = Callable[[Tallied], None]
 
 
 def run_jobs(
@@ -268,42 +197,58 @@ def run_jobs(
     in_flight: int = 1,
     budget_s: float = math.inf,
     tick: Callable[[Exploration], None] = lambda summary: None,
+    summary: Exploration | None = None,
+    keep: Keep = lambda report: None,
 ) -> Exploration:
-    """Run all jobs, or those that begin within the budget; the summary depends only on which jobs have run."""
-    started, digest, summary = time.perf_counter(), hashlib.blake2b(digest_size=16), Exploration()
-    for encoded in _results(jobs, executor, in_flight, started + budget_s, summary):
-        report = msgspec.msgpack.decode(encoded, type=Tallied)
-        digest.update(report.digests)
-        summary.runs += len(report.digests) // 16
-        summary.invalid = summary.invalid or report.invalid
-        for outcome, count in report.outcomes.items():
-            summary.outcomes[outcome] = summary.outcomes.get(outcome, 0) + count
-        for group in report.groups:
-            summary.add(group)
-        summary.seconds = time.perf_counter() - started
-        tick(summary)
-    summary.digest = digest.hexdigest()
+    """Run all jobs, or those that begin within the budget; the summary depends only on which jobs have run.
+
+    `summary` holds what ran before, and `keep` is given each chunk as it ends. What ends it early, an interruption or a worker
+    that was killed, is said in the summary, and what came before it is there.
+    """
+    started, summary = time.perf_counter(), Exploration() if summary is None else summary
+    results = _results(jobs, executor, in_flight, started + budget_s, summary)
+    try:
+        for encoded in results:
+            report = msgspec.msgpack.decode(encoded, type=Tallied)
+            keep(report)
+            summary.count(report)
+            summary.seconds = time.perf_counter() - started
+            tick(summary)
+    except KeyboardInterrupt:
+        summary.ended = INTERRUPTED
+    except BrokenExecutor:
+        summary.ended = KILLED
+    finally:
+        results.close()
     return summary
+
+
+BUDGET, INTERRUPTED = "the budget ended", "it was interrupted"
+KILLED = "a worker process died, as one that the system kills when memory runs out"
 
 
 def _results(
     jobs: Iterable[Work], executor: Executor | None, in_flight: int, deadline: float, summary: Exploration
-) -> Iterator[bytes]:
+) -> Generator[bytes, None, None]:
     """What `work` makes of each job, in their order; with an executor, a few at a time are ahead."""
     waiting: deque[Future[bytes]] = deque()
-    for job in jobs:
-        if time.perf_counter() > deadline:
-            summary.stopped = True
-            break
-        encoded = msgspec.msgpack.encode(job)
-        if executor is None:
-            yield work(encoded)
-            continue
-        waiting.append(executor.submit(work, encoded))
-        if len(waiting) > in_flight:
+    try:
+        for job in jobs:
+            if time.perf_counter() >= deadline:
+                summary.ended = BUDGET
+                break
+            encoded = msgspec.msgpack.encode(job)
+            if executor is None:
+                yield work(encoded)
+                continue
+            waiting.append(executor.submit(work, encoded))
+            if len(waiting) > in_flight:
+                yield waiting.popleft().result()
+        while waiting:
             yield waiting.popleft().result()
-    while waiting:
-        yield waiting.popleft().result()
+    finally:
+        for future in waiting:
+            future.cancel()
 
 
 def refuse_nonsense(summary: Exploration) -> None:
@@ -357,17 +302,26 @@ _AHEAD = 64  # jobs that wait for an executor's workers, however many it has
 # -- what is kept of a failure -----------------------------------------------------------------------------------
 
 
-def shrink_groups(summary: Exploration, executor: Executor | None = None) -> None:
+def shrink_groups(summary: Exploration, executor: Executor | None = None, baseline: str = "") -> None:
     """Shrink every example; groups whose examples are now of one signature and shape become one."""
     encoded = [msgspec.msgpack.encode(group) for group in summary.groups.values()]
+    shrink_one = functools.partial(_shrink_one, baseline=baseline)
+    small = [
+        msgspec.msgpack.decode(each, type=FailureGroup) for each in (map if executor is None else executor.map)(shrink_one, encoded)
+    ]
     summary.groups, summary.shrunk = {}, True
-    for small in (map if executor is None else executor.map)(_shrink_one, encoded):
-        summary.add(msgspec.msgpack.decode(small, type=FailureGroup))
+    for group in small:
+        summary.add(group)
 
 
-def _shrink_one(encoded: bytes) -> bytes:
+def _shrink_one(encoded: bytes, baseline: str) -> bytes:
     group = msgspec.msgpack.decode(encoded, type=FailureGroup)
-    draft = shrink(group.draft)
-    small = group_of(_run_one(draft)[1] or group.signature, group.name, draft)
+    goal = find_once(group.draft)
+
+    def still_worse(draft: Draft) -> bool:
+        return find_once(draft) == goal and _run_one(draft, baseline).signature is not None
+
+    draft = shrink(group.draft, still_worse if baseline else None)
+    small = group_of(_run_one(draft, "").signature or group.signature, group.name, draft)
     small.count = group.count
     return msgspec.msgpack.encode(small)

@@ -7,7 +7,6 @@ same in every run.
 from __future__ import annotations
 
 import copy
-import hashlib
 import itertools
 import math
 import re
@@ -18,17 +17,19 @@ from typing import Any
 
 import msgspec
 
-from kvcover.sim.errors import InputError, TierError
+from kvcover.sim.errors import InputError, NotBegun, TierError
 from kvcover.sim.releases.records import RELEASES
 from kvcover.sim.results.agreement import differences, view
 from kvcover.sim.results.result import Result
 from kvcover.sim.scenario.scenario import Scenario, Timing, build
+from kvcover.sim.search.baseline import as_baseline
 from kvcover.sim.search.example import example_text, file_text
-from kvcover.sim.search.explore import Exploration, FailureGroup, SeedJob, Signature, Work, good, group_of, signature_of
+from kvcover.sim.search.explore import BUDGET, INTERRUPTED, Keep, SeedJob, Work, clean, judged, signature_of
+from kvcover.sim.search.failures import Exploration, FailureGroup, Signature, Tallied, group_of, run_digest
 from kvcover.sim.search.shrink import Draft
 from kvcover.sim.search.swarm import pin
 from kvcover.sim.simulate import replay_line, run
-from kvcover.sim.tiers import Tier
+from kvcover.sim.tiers import Pace, Tier
 
 DIFFERS = "differs"
 BATCH = 40
@@ -57,93 +58,157 @@ def drafts_of(tier: Tier, jobs: Iterable[Work]) -> Iterator[tuple[str, Callable[
 class _Run(msgspec.Struct):
     """One draft on its way: `differ` is empty once some real run has said what the model says."""
 
+    at: int
     name: str
     draft: Draft
     scenario: Scenario
     real: Result | None = None
     differ: dict[str, list[Any]] = {}
+    varied: int = 0
 
 
-def explore_tier(
-    tier: Tier,
-    drafts: Iterable[tuple[str, Callable[[], Draft]]],
-    vllm: str | None = None,
-    budget_s: float = math.inf,
-    tick: Callable[[Exploration], None] = lambda summary: None,
-) -> Exploration:
-    """Run drafts in batches, or those batches that begin within the budget.
+class TierExploration:
+    """Drafts on a real tier, batch by batch, none of which begins after the budget.
 
     What the tier can't run is in `skipped`, by reason. A run that differs from the model is run again, as a busy machine can
-    look like a timeout: it is a failure of outcome `differs` if it differs each time, else counted in `varied`.
+    look like a timeout: it is a failure of outcome `differs` if it differs each time, else counted in `varied`. What is bad is
+    run on the `baseline` too, if there is one, and is a failure only if it is worse than there. `keep` is given each run as it
+    is settled; one that an end came in the middle of is in `unsettled`, and is kept by nobody.
     """
-    started, digest, summary = time.perf_counter(), hashlib.blake2b(digest_size=16), Exploration()
-    source = iter(drafts)
-    while batch := list(itertools.islice(source, BATCH)):
-        if time.perf_counter() > started + budget_s:
-            summary.stopped = True
-            break
-        runs = list(_runnable(tier, batch, vllm, summary))
-        _attempt(tier, runs, vllm, summary)
+
+    def __init__(
+        self,
+        tier: Tier,
+        vllm: str | None = None,
+        *,
+        budget_s: float = math.inf,
+        baseline: str = "",
+        summary: Exploration | None = None,
+        keep: Keep = lambda report: None,
+        tick: Callable[[Exploration], None] = lambda summary: None,
+    ) -> None:
+        self.tier, self.vllm, self.baseline = tier, vllm, baseline
+        self.summary = Exploration() if summary is None else summary
+        self._keep, self._tick = keep, tick
+        self._started = time.monotonic()
+        self._until = self._started + budget_s
+        self._open: list[_Run] = []
+
+    def run(self, drafts: Iterable[tuple[str, Callable[[], Draft]]]) -> Exploration:
+        """Run all drafts that the summary does not have yet, by their position."""
+        known = set(self.summary.digests)
+        source = (each for each in enumerate(drafts) if each[0] not in known)
+        try:
+            while batch := list(itertools.islice(source, BATCH)):
+                if self._over():
+                    break
+                self._batch(batch)
+        except KeyboardInterrupt:
+            self.summary.ended = INTERRUPTED
+        self.summary.unsettled = len(self._open)
+        return self.summary
+
+    def _over(self) -> bool:
+        if time.monotonic() >= self._until:
+            self.summary.ended = BUDGET
+        return self.summary.stopped
+
+    def _batch(self, batch: Sequence[tuple[int, tuple[str, Callable[[], Draft]]]]) -> None:
+        runs = [each for at, (name, make) in batch if (each := self._runnable(at, name, make)) is not None]
+        self._open = list(runs)
+        self._go(runs, self._first)
         for _ in range(_MORE_RUNS):
-            _repeat(tier, [each for each in runs if each.differ], vllm, summary)
-        for each in runs:
-            digest.update(_tell(each, summary))
-        summary.seconds = time.perf_counter() - started
-        tick(summary)
-    summary.digest = digest.hexdigest()
-    return summary
+            self._go([each for each in self._open if each.differ], self._again)
+        for each in [each for each in self._open if each.differ and not self._over()]:
+            self._judge(each)
+        self._beside([each for each in self._open if each.real is not None and (not each.differ or not self._over())])
 
-
-def _runnable(
-    tier: Tier, batch: Sequence[tuple[str, Callable[[], Draft]]], vllm: str | None, summary: Exploration
-) -> Iterator[_Run]:
-    for name, make in batch:
-        summary.runs += 1
+    def _runnable(self, at: int, name: str, make: Callable[[], Draft]) -> _Run | None:
         try:
             draft = make()
             scenario = build(draft)
-            tier.check(scenario, vllm)
+            self.tier.check(scenario, self.vllm)
         except TierError as error:
-            _skip(summary, error)
+            self._skip(at, error)
         except InputError as error:
-            summary.outcomes["invalid"] = summary.outcomes.get("invalid", 0) + 1
-            summary.invalid = summary.invalid or f"{name}: {error}"
+            self._settle(Tallied(at=at, invalid=f"{name}: {error}"), "invalid", run_digest("invalid", name))
         else:
-            yield _Run(name, draft, scenario)
+            return _Run(at, name, draft, scenario)
+        return None
 
+    def _skip(self, at: int, error: TierError, lost: int = 0) -> None:
+        """Count a draft that was not run; reasons that differ in numbers only are one."""
+        reason = f"{error.place}: {error.problem}"
+        if error.place != "--vllm":  # a name that the user gave, the same for all drafts
+            reason = _NUMBERS.sub("N", reason)
+        self._settle(Tallied(at=at, skipped={reason: 1}, lost=lost), "skipped", run_digest("skipped", reason))
 
-def _skip(summary: Exploration, error: TierError) -> None:
-    """Count a draft that was not run; reasons that differ in numbers only are one."""
-    reason = f"{error.place}: {error.problem}"
-    if error.place != "--vllm":  # a name that the user gave, the same for all drafts
-        reason = _NUMBERS.sub("N", reason)
-    summary.outcomes["skipped"] = summary.outcomes.get("skipped", 0) + 1
-    summary.skipped[reason] = summary.skipped.get(reason, 0) + 1
+    def _go(self, runs: list[_Run], take: Callable[[_Run, Result | TierError], None]) -> None:
+        """Run them once more, as far as they begin in time; `take` is given each result as it comes."""
+        if not runs or self._over():
+            return
+        pace = Pace(self._until, lambda position, result: take(runs[position], result))
+        self.tier.many([each.scenario for each in runs], [self.vllm] * len(runs), keep_errors=True, pace=pace)
 
+    def _first(self, each: _Run, result: Result | TierError) -> None:
+        if isinstance(result, NotBegun):
+            self.summary.ended = BUDGET
+            self._open.remove(each)
+        elif isinstance(result, TierError):
+            self._open.remove(each)
+            self._skip(each.at, result, lost=1)
+        else:
+            each.real, each.differ = result, against_model(result)
+            if not each.differ:
+                self._judge(each)
 
-def _run_all(tier: Tier, runs: list[_Run], vllm: str | None) -> list[Result | TierError]:
-    return tier.many([each.scenario for each in runs], [vllm] * len(runs), keep_errors=True)
-
-
-def _attempt(tier: Tier, runs: list[_Run], vllm: str | None, summary: Exploration) -> None:
-    if not runs:
-        return
-    for each, result in zip(runs, _run_all(tier, runs, vllm), strict=True):
-        if isinstance(result, TierError):
-            _skip(summary, result)
-            continue
-        each.real = result
-        each.differ = against_model(result)
-
-
-def _repeat(tier: Tier, runs: list[_Run], vllm: str | None, summary: Exploration) -> None:
-    """Run again what differs, and believe the run that agrees."""
-    if not runs:
-        return
-    for each, result in zip(runs, _run_all(tier, runs, vllm), strict=True):
+    def _again(self, each: _Run, result: Result | TierError) -> None:
+        """Believe the run that agrees."""
         if isinstance(result, Result) and not against_model(result):
-            each.real, each.differ = result, {}
-            summary.varied += 1
+            each.real, each.differ, each.varied = result, {}, 1
+            self._judge(each)
+
+    def _judge(self, each: _Run) -> None:
+        """Settle a run unless a baseline must be asked first."""
+        assert each.real is not None
+        if not self.baseline or (not each.differ and clean(each.scenario, each.real)):
+            self._tell(each, None)
+
+    def _beside(self, runs: list[_Run]) -> None:
+        """Ask the baseline of what is bad, and settle it."""
+        if not runs or not self.baseline or self._over():
+            return
+        stock = [as_baseline(each.scenario, self.baseline) for each in runs]
+
+        def take(position: int, before: Result | TierError) -> None:
+            if not isinstance(before, NotBegun):
+                self._tell(runs[position], before if isinstance(before, Result) else None)
+
+        self.tier.many(stock, [None] * len(stock), keep_errors=True, pace=Pace(self._until, take))
+
+    def _tell(self, each: _Run, before: Result | None) -> None:
+        """Count a run, and group it if it is a failure. The digest is of what is the same in every exploration."""
+        real, report = each.real, Tallied(at=each.at, varied=each.varied)
+        assert real is not None
+        verdict, known = judged(each.scenario, real, before)
+        as_bad = before is not None and verdict.status != "fail"  # also where it differs from the model
+        failed = verdict.status == "fail" or (bool(each.differ) and not as_bad)
+        report.known = int(known or (bool(each.differ) and as_bad))
+        report.passed = int(verdict.passed and not each.differ)
+        if failed:
+            signature = _difference(real, each.differ) if each.differ else signature_of(real)
+            report.groups = [group_of(signature, each.name, {**each.draft, "expect": _expect(real)})]
+        digest = run_digest(each.name, msgspec.json.encode(each.draft), run(each.scenario).digest)
+        self._open.remove(each)
+        self._settle(report, DIFFERS if each.differ else real.outcome, digest)
+
+    def _settle(self, report: Tallied, outcome: str, digest: bytes) -> None:
+        report.count(outcome)
+        report.digests = digest
+        self._keep(report)
+        self.summary.count(report)
+        self.summary.seconds = time.monotonic() - self._started
+        self._tick(self.summary)
 
 
 def against_model(real: Result) -> dict[str, list[Any]]:
@@ -164,19 +229,6 @@ def against_model(real: Result) -> dict[str, list[Any]]:
             return {}
         found = found or differ
     return found
-
-
-def _tell(each: _Run, summary: Exploration) -> bytes:
-    """Count a run and group it if it is a failure; what of it is the same in every exploration."""
-    real = each.real
-    if real is not None:
-        outcome = DIFFERS if each.differ else real.outcome
-        summary.outcomes[outcome] = summary.outcomes.get(outcome, 0) + 1
-        if each.differ:
-            summary.add(group_of(_difference(real, each.differ), each.name, {**each.draft, "expect": _expect(real)}))
-        elif real.outcome != "vacuous" and not good(each.scenario, real):
-            summary.add(group_of(signature_of(real), each.name, {**each.draft, "expect": _expect(real)}))
-    return msgspec.json.encode([each.name, each.draft, run(each.scenario).digest])
 
 
 def _expect(real: Result) -> dict[str, Any]:

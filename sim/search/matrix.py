@@ -32,13 +32,18 @@ def matrix(
     >>> [(result.coverage, result.outcome) for result in results]
     [(1.0, 'ok'), (0.5, 'hang')]
     """
+    scenarios = pairings(scenario, prefill, decode, modes)
+    return load_tier(tier).many(scenarios, [vllm] * len(scenarios))
+
+
+def pairings(scenario: Scenario, prefill: Sequence[int], decode: Sequence[int], modes: Sequence[str]) -> list[Scenario]:
+    """The scenarios of a matrix, in the order of its results. Raises InputError for a scenario that makes no sense."""
     scenario = checked(scenario)
     if scenario.expect is not None:
         raise InputError("expect", "a matrix has no single expectation", "use --check")
-    scenarios = [
+    return [
         replace(scenario, mode=mode, prefill=replace(scenario.prefill, tp=p), decode=replace(scenario.decode, tp=d))
         for mode in modes
         for p in prefill
         for d in decode
     ]
-    return load_tier(tier).many(scenarios, [vllm] * len(scenarios))

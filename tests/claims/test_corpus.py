@@ -183,7 +183,7 @@ def test_a_wrong_expectation_is_found() -> None:
     [verdict] = run_cases([new])
     assert not verdict.problem
     assert judge(Case(**{f: getattr(new, f) for f in ("report", "variant", "why", "release", "scenario")}, expected=old.expected),
-                 verdict.result).problem == "expected outcome ok, got corrupt"  # fmt: skip
+                 verdict.result).problem == "expected outcome ok, got corrupt; expected coverage 1, got 0.125"  # fmt: skip
 
 
 # -- the command -------------------------------------------------------------------------------------------------

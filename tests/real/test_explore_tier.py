@@ -17,11 +17,13 @@ from kvcover.real_backend.tiers.declared import DRAWN, fit
 from kvcover.sim.commands.explore import explore as explore_command
 from kvcover.sim.errors import TierError
 from kvcover.sim.scenario.scenario import Scenario
-from kvcover.sim.search.explore import Exploration, seed_jobs
-from kvcover.sim.search.explore_tier import against_model, drafts_of, explore_tier, pinned
+from kvcover.sim.search.explore import seed_jobs
+from kvcover.sim.search.explore_tier import TierExploration, against_model, drafts_of, pinned
+from kvcover.sim.search.failures import Exploration
+from kvcover.sim.search.features import FEATURES
 from kvcover.sim.search.shrink import Draft
-from kvcover.sim.search.swarm import FEATURES, Swarm
-from kvcover.sim.tiers import Capabilities, Tier
+from kvcover.sim.search.swarm import Swarm
+from kvcover.sim.tiers import NOT_BEGUN, Capabilities, Pace, Tier
 
 MLA = "layers=1,mla=8"
 Real = Callable[[Result, int], Result | TierError]
@@ -49,20 +51,23 @@ class FakeTier(Tier):
         if scenario.prefill.tp > 4:
             raise TierError("prefill", f"{scenario.prefill.tp} ranks are too many", "use 4")
 
-    def _run_all(self, scenarios: Sequence[Scenario], vllms: Sequence[str | None], keep_errors: bool) -> list[Result | TierError]:
+    def _run_all(
+        self, scenarios: Sequence[Scenario], vllms: Sequence[str | None], keep_errors: bool, pace: Pace
+    ) -> list[Result | TierError]:
         assert keep_errors
-        found = []
-        for scenario in scenarios:
+        found: list[Result | TierError] = []
+        for position, scenario in enumerate(scenarios):
             time = self.runs.get(scenario.seed, 0)
             self.runs[scenario.seed] = time + 1
-            found.append(self._real(run(scenario), time))
+            found.append(NOT_BEGUN if pace.over() else self._real(run(scenario), time))
+            pace.done(position, found[-1])
         return found
 
 
 def explored(tier: FakeTier, count: int = 30, release: str = "0.33.0") -> Exploration:
     assert tier.can.features is not None
     swarm = Swarm(features=tier.can.features, pins=pinned(tier, {}, release))
-    return explore_tier(tier, drafts_of(tier, seed_jobs(swarm, 0, count)))
+    return TierExploration(tier).run(drafts_of(tier, seed_jobs(swarm, 0, count)))
 
 
 def test_what_the_tier_cannot_run_is_skipped_with_its_reason() -> None:
@@ -196,7 +201,7 @@ def test_finds_a_known_fault_of_the_real_connector() -> None:
         pytest.skip(f"NOT RUN: {error} (or set KVCOVER_TREES)")
     pins = {"prefill": {"tp": 2}, "decode": {"tp": 2}, "mode": "write", "model": "layers=2,mla=64+16"}
     swarm = Swarm(features=("prompt", "pools"), pins=pinned(connector_tier, pins, "0.26.0"))
-    summary = explore_tier(connector_tier, drafts_of(connector_tier, seed_jobs(swarm, 0, 3)), "0.26.0")
+    summary = TierExploration(connector_tier, "0.26.0").run(drafts_of(connector_tier, seed_jobs(swarm, 0, 3)))
     assert summary.outcomes == {"corrupt": 3}
     assert "told-without-data" in summary.ranked()[0].signature.kinds
 

@@ -25,7 +25,7 @@ PATH = re.compile(rf"(?<![\w./<-])(?:{'|'.join(map(re.escape, ROOMS))})/[\w./*-]
 MODULE = re.compile(r"(?<![\w./-])kvcover(?:\.[A-Za-z_]\w*)+")
 ROW = re.compile(r"`(…|\d+\.\d+\.\d+)/((?:write|read)/[^`]*)`")
 CODE = re.compile(r"```.*?```|`[^`\n]+`", re.DOTALL)
-COMMAND = re.compile(r"(?<!from )\bkvcover ((?:[a-z][a-z-]*)(?: [^\n`#]*)?)")
+COMMAND = re.compile(r"(?<!from )(?<!-)\bkvcover ((?:[a-z][a-z-]*)(?: [^\n`#]*)?)")
 VLLM = re.compile(r"(moriio_\w+\.py):(\w+)")
 
 

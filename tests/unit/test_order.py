@@ -17,11 +17,12 @@ from kvcover.sim.errors import InputError
 from kvcover.sim.kernel.events import KINDS, Counted
 from kvcover.sim.kernel.history import History, Row
 from kvcover.sim.results.checkers import Plan, check_all
-from kvcover.sim.results.expect import disagreement
 from kvcover.sim.results.order import AXIOMS, races
 from kvcover.sim.results.outcome import plan_of
 from kvcover.sim.results.record import Record
-from kvcover.sim.results.result import Result, raced, summarize
+from kvcover.sim.results.result import Result, raced
+from kvcover.sim.results.show import summary_line
+from kvcover.sim.results.verdict import PASS, judge_run
 from kvcover.sim.scenario.scenario import Expect
 from kvcover.sim.search.causes import explain
 from kvcover.sim.search.swarm import Swarm, features_of
@@ -315,15 +316,15 @@ def test_check_fails_on_a_race_unless_it_is_expected() -> None:
     lucky = run(build({"release": "0.27.0", "mode": "read", "fabric": "loopback", "model": MLA}))
     clean = run(build({"release": "0.33.0", "mode": "read", "fabric": "loopback", "model": MLA}))
     assert (lucky.outcome, clean.outcome) == ("ok", "ok")
-    assert disagreement(lucky, None, check=True).startswith("a race: nothing orders layer 3 of request 0 from P0 into D0 and go")
-    assert disagreement(lucky, Expect(outcome="ok"), check=True) != ""
-    assert disagreement(lucky, Expect(race=False), check=False) != ""
-    assert disagreement(lucky, Expect(outcome="ok", race=True), check=True) == ""
-    assert disagreement(lucky, Expect(outcome="ok"), check=False) == ""
-    assert disagreement(clean, None, check=True) == ""
-    assert disagreement(clean, Expect(race=True), check=False) == "expected a race, found none"
-    assert (summarize([lucky, clean]).bad, summarize([clean]).bad) == (1, 0)
-    assert summarize([lucky]).line.endswith("(READ 1 ok, 1 with a race)")
+    assert judge_run(lucky).text.startswith("a race: nothing orders layer 3 of request 0 from P0 into D0 and go")
+    assert judge_run(lucky, Expect(outcome="ok")).status == "fail"
+    assert judge_run(lucky, Expect(race=False), check=False).status == "fail"
+    assert judge_run(lucky, Expect(outcome="ok", race=True)) == PASS
+    assert judge_run(lucky, Expect(outcome="ok"), check=False) == PASS
+    assert judge_run(clean) == PASS
+    assert judge_run(clean, Expect(race=True), check=False).reasons == ("expected a race, found none",)
+    assert summary_line([lucky, clean]).startswith("0.27.0: 1 of 2 pairings are not good")
+    assert summary_line([lucky]).endswith("(READ 1 ok, 1 with a race)")
 
 
 def test_every_axiom_has_a_source() -> None:
