@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 import click
 
 from kvcover import __version__
-from kvcover.sim.errors import InputError, nearest, short
+from kvcover.sim.errors import InputError, nearest, plain, short
 
 COMMANDS = {
     "run": "kvcover.sim.commands.run:command",
@@ -161,7 +161,7 @@ def _one_line(error: click.UsageError) -> str:
 def fail(text: str, code: int = 2) -> NoReturn:
     """One line on stderr, then exit. Long words and characters that can't be shown are cut and escaped."""
     words = [word if len(word) <= 160 else f"{word[:100]}...{word[-40:]}" for word in text.split()]
-    line = "".join(c if c.isprintable() else repr(c)[1:-1] for c in " ".join(words))
+    line = plain(" ".join(words))
     if len(line) > 1200:
         line = f"{line[:800]} ... {line[-300:]}"
     click.echo(f"kvcover: {line}", err=True)

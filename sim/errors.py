@@ -80,6 +80,11 @@ def _nearest_version(value: str, names: list[str]) -> list[str]:
     return sorted(same, key=lambda name: (abs(known[name][1] - minor), abs(known[name][2] - patch)))[:1]
 
 
+def plain(text: str) -> str:
+    """Text of a file as it may be shown: a file must not steer the terminal."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+
+
 def short(value: object) -> str:
     """A value as a message shows it: quoted, with what can't be seen escaped, and not too long."""
     try:

@@ -57,7 +57,7 @@ class Pace(NamedTuple):
 
     def over(self) -> bool:
         """Whether nothing may begin any more."""
-        return time.monotonic() > self.until
+        return time.monotonic() >= self.until
 
 
 NOT_BEGUN = NotBegun("--budget", "it ended before this run began", "give more seconds")

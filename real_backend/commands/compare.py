@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from typing import TYPE_CHECKING, Any
 
 import click
+
+from kvcover.sim.errors import plain
 
 if TYPE_CHECKING:
     from kvcover.sim.results.result import Result
@@ -29,8 +30,13 @@ def command(first: str, second: str, everything: bool, check: bool) -> None:
     one, two = read_named(first), read_named(second)
     alone = len(one) == len(two) == 1
     differ = _one(next(iter(one.values())), next(iter(two.values())), everything) if alone else _many(one, two, everything)
-    if check and differ:
-        sys.exit(1)
+    if check:
+        from kvcover.sim.commands.options import conclude
+        from kvcover.sim.results.verdict import PASS, fail, inconclusive
+
+        moot = [place for place, found in ((first, one), (second, two)) if any(r.outcome == "vacuous" for r in found.values())]
+        unclear = inconclusive(f"in {moot[0]} a planned fault never fired, so it proves nothing") if moot else PASS
+        conclude(fail(f"{first} and {second} differ") if differ else unclear)
 
 
 def _one(first: Result, second: Result, everything: bool) -> bool:
@@ -42,7 +48,7 @@ def _one(first: Result, second: Result, everything: bool) -> bool:
     column = min(40, max(len(_text(line.first)) for line in shown))
     for line in shown:
         row = f"{'≠' if line.differs else ' '} {line.name:<{width}}  {_text(line.first):<{column}}  {_text(line.second)}"
-        click.echo(row.rstrip())
+        click.echo(plain(row.rstrip()))
     differ = seen(lines)
     click.echo(f"{len(differ)} differences" if differ else "no difference in what was seen")
     return bool(differ)
@@ -59,7 +65,7 @@ def _many(first: dict[str, Result], second: dict[str, Result], everything: bool)
         one, two = first.get(name), second.get(name)
         if one is None or two is None:
             count += 1
-            click.echo(f"≠ {name:<{width}}  only in {'A' if two is None else 'B'}")
+            click.echo(f"≠ {plain(name):<{width}}  only in {'A' if two is None else 'B'}")
             continue
         differ = seen(compare(one, two))
         count += bool(differ)
@@ -67,12 +73,16 @@ def _many(first: dict[str, Result], second: dict[str, Result], everything: bool)
             said = [f"{line.name} {_text(line.first)} → {_text(line.second)}" for line in differ[:_SHOWN]]
             more = f", and {len(differ) - _SHOWN} more" if len(differ) > _SHOWN else ""
             told = ", ".join(said) + more if differ else f"{one.outcome} {_text(one.coverage)}"
-            click.echo(f"{'≠' if differ else ' '} {name:<{width}}  {told}")
+            click.echo(plain(f"{'≠' if differ else ' '} {name:<{width}}  {told}"))
     click.echo(f"{count} of {len(names)} cells differ" if count else f"no difference in what was seen in {len(names)} cells")
     return count > 0
 
 
 def _text(value: Any) -> str:
+    return plain(_words(value))
+
+
+def _words(value: Any) -> str:
     if value is None:
         return "unknown"
     if isinstance(value, float):

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvcover.sim.commands.gating import baseline_option, check_outputs, junit_option, raise_first, show_gate, write_junit
+from kvcover.sim.commands.gating import baseline_option, check_outputs, conclude_lost, junit_option, show_gate, write_junit
 from kvcover.sim.commands.options import (
     build_scenario,
     conclude,
@@ -54,7 +54,7 @@ def command(mode: str, prefill: str, decode: str, markdown: bool, baseline: str 
     results = [result for result in now.values() if not isinstance(result, TierError)]
     lines = [result.to_json() for result in results]
     write_output(options["output"], results_text(options["output"], lines))
-    _show(results, lines, markdown, options["as_json"])
+    _show(results, [str(each) for each in now.values() if isinstance(each, TierError)], markdown, options["as_json"])
     _judge(now, before, baseline, junit, options)
 
 
@@ -80,17 +80,17 @@ def _run(scenarios: list[Scenario], baseline: str | None, options: dict[str, Any
     return dict(zip(named, now, strict=True)), stored if release is None else dict(zip(named, stock, strict=True))
 
 
-def _show(results: list[Result], lines: list[str], markdown: bool, as_json: bool) -> None:
+def _show(results: list[Result], not_run: list[str], markdown: bool, as_json: bool) -> None:
     if as_json:
-        click.echo("".join(line + "\n" for line in lines), nl=False)
+        click.echo("".join(result.to_json() + "\n" for result in results), nl=False)
     elif results and markdown:
         from kvcover.sim.results.show import matrix_markdown
 
-        click.echo(matrix_markdown(results))
+        click.echo(matrix_markdown(results, not_run))
     elif results:
         from kvcover.sim.results.show import show_matrix
 
-        show_matrix(results)
+        show_matrix(results, not_run)
 
 
 def _judge(now: Found, before: Found | None, baseline: str | None, junit: str | None, options: dict[str, Any]) -> None:
@@ -105,7 +105,7 @@ def _judge(now: Found, before: Found | None, baseline: str | None, junit: str | 
         show_gate(cells, baseline, err=options["as_json"])
     if baseline is not None or options["check"]:
         conclude(verdict)
-    raise_first(now.values())
+    conclude_lost(now.values(), "pairings")
 
 
 def _reject_axes(data: dict[str, Any]) -> None:

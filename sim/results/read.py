@@ -5,19 +5,21 @@
 
 from __future__ import annotations
 
-import json
+import math
+import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from kvcover.faults.read import UnfitJson, plain_json
+from kvcover.faults.read import UnfitJson, leaves, plain_json
 from kvcover.sim.errors import InputError, short
 from kvcover.sim.files import MB, read_text
 from kvcover.sim.results.result import OUTCOMES, RESULT_SCHEMA, Result
 
 _MOST = 256 * MB
+_SIDES = ("before", "after")
 _HINT = "give a file that `kvcover run -o FILE` or `kvcover matrix -o FILE` wrote"
 
 
@@ -29,35 +31,75 @@ def results_text(path: str | None, rows: Iterable[str]) -> str:
     return "".join(line + "\n" for line in lines)
 
 
-def read_results(path: str | Path) -> list[Result]:
-    """Every result in a file, in order; at least one.
+def read_result(place: str) -> Result:
+    """The one result that a place names: a file that holds one, or one of several as read_rows says.
 
-    >>> read_results("no-such.json")
+    >>> read_result("no-such.json")
     Traceback (most recent call last):
     kvcover.sim.errors.InputError: no-such.json: can't be read: No such file or directory; give a file that `kvcover run -o FILE` or `kvcover matrix -o FILE` wrote
     """  # noqa: E501
+    rows = read_rows(place)
+    if len(rows) > 1:
+        sides = all("confirmation" in row for row in rows)
+        choice = f"{place}:before or {place}:after" if sides else f"one of {place}:1 to {place}:{len(rows)}"
+        raise InputError(place, f"holds {len(rows)} results", f"give {choice}")
+    return result_of(rows[0], place)
+
+
+def read_results(path: str | Path) -> list[Result]:
+    """Every result in a file, in order; at least one."""
     rows = read_rows(path)
     return [result_of(row, f"{path}" if len(rows) == 1 else f"{path}: result {number}") for number, row in enumerate(rows, 1)]
 
 
 def read_rows(path: str | Path) -> list[dict[str, Any]]:
-    """Every JSON object in a file: one, an array of them, or one a line."""
-    text = read_text(path, _MOST, _HINT)
-    rows = _one_document(text)
-    if rows is None:
-        rows = [_line(line, f"{path}: line {number}") for number, line in enumerate(text.splitlines(), 1) if line.strip()]
+    """Every result in a file as plain data: one, an array of them, one a line, or the two sides of a confirmation.
+
+    `FILE:3` is the third alone, `FILE:before` and `FILE:after` are the sides; `-` is standard input.
+    """
+    file, pick = _pick(str(path))
+    text = read_text(file, _MOST, _HINT)
+    found = _one_document(text, file)
+    if found is None:
+        found = [_line(line, f"{file}: line {number}") for number, line in enumerate(text.splitlines(), 1) if line.strip()]
+    rows = [row for each in found for row in _sides(each, file)]
     if not rows:
-        raise InputError(str(path), "holds no result", _HINT)
-    for row in rows:
-        if not isinstance(row, dict):
-            raise InputError(str(path), f"{short(row)} is no result of kvcover", _HINT)
-    return rows
+        raise InputError(file, "holds no result", _HINT)
+    if pick is None:
+        return rows
+    names = [row.get("confirmation", str(number)) for number, row in enumerate(rows, 1)]
+    if pick not in names:
+        raise InputError(str(path), f"has no result {pick!r}", f"{file} has {names[0]} to {names[-1]}" if rows else _HINT)
+    return [rows[names.index(pick)]]
 
 
-def _one_document(text: str) -> list[Any] | None:
+def _pick(place: str) -> tuple[str, str | None]:
+    """A file and which of its results; a file whose own name ends so is taken as it is."""
+    file, colon, pick = place.rpartition(":")
+    chosen = bool(colon and file) and (pick in _SIDES or (pick.isascii() and pick.isdecimal()))
+    return (file, pick.lstrip("0")) if chosen and not os.path.exists(place) else (place, None)
+
+
+def _sides(found: Any, place: str) -> list[dict[str, Any]]:
+    """The results in one JSON object: itself, or the two of a confirmation, each with its name in `confirmation`."""
+    if not isinstance(found, dict):
+        raise InputError(place, f"{short(found)} is no result of kvcover", _HINT)
+    if found.get("kind") != "confirmation":
+        return [found]
+    sides = {name: side.get("result") for name in _SIDES if isinstance(side := found.get(name), dict)}
+    if not all(isinstance(sides.get(name), dict) for name in _SIDES):
+        raise InputError(
+            place, "is a confirmation without both of its results", "give the file as `kvcover confirm -o FILE` wrote it"
+        )
+    return [sides[name] | {"confirmation": name} for name in _SIDES]
+
+
+def _one_document(text: str, place: str) -> list[Any] | None:
     """What lies in a file that is one JSON value; None if it is more, or none."""
     try:
-        found = json.loads(text)
+        found = plain_json(text)
+    except UnfitJson as error:
+        raise InputError(place, str(error), _HINT) from None
     except (ValueError, RecursionError):
         return None
     return found if isinstance(found, list) else [found]
@@ -68,8 +110,8 @@ def _line(line: str, place: str) -> Any:
         return plain_json(line)
     except UnfitJson as error:
         raise InputError(place, str(error), _HINT) from None
-    except ValueError:
-        raise InputError(place, "is not JSON", _HINT) from None
+    except (ValueError, RecursionError):
+        raise InputError(place, "is not JSON, or cut off", _HINT) from None
 
 
 def result_of(row: Any, place: str) -> Result:
@@ -78,6 +120,8 @@ def result_of(row: Any, place: str) -> Result:
         raise InputError(place, "is no result of kvcover", _HINT)
     if row["schema"] != RESULT_SCHEMA:
         raise InputError(place, f"has schema {short(row['schema'])}", f"this kvcover reads schema {RESULT_SCHEMA}")
+    if odd := next((leaf for leaf in leaves(row) if isinstance(leaf, float) and not math.isfinite(leaf)), None):
+        raise InputError(place, f"holds {odd}, which is no number", _HINT)
     try:
         result = msgspec.convert(row, Result, strict=True)
     except (msgspec.ValidationError, RecursionError, UnicodeError) as error:  # halves of characters are no text
@@ -91,7 +135,9 @@ def _check_sense(result: Result, place: str) -> None:
     for outcome in (result.outcome, *result.by_request):
         if outcome not in (*OUTCOMES, "vacuous"):
             raise InputError(f"{place}: outcome", f"{short(outcome)} is none", f"one of {', '.join(OUTCOMES)} or vacuous is")
-    ranks = [share for rank in result.by_rank for share in (rank.coverage, rank.wrong, rank.missing)]
+    if not result.by_request or not result.by_rank:
+        raise InputError(place, "is of no request, or of no decode rank", _HINT)
+    ranks = [share for rank in result.by_rank for share in (rank.coverage, rank.wrong, rank.missing, rank.coverage_end)]
     for share in (result.coverage, result.coverage_end, result.wrong, *ranks):
         if share is not None and not 0 <= share <= 1:
             raise InputError(f"{place}: coverage", f"{share:g} is no share of the cells", "it lies between 0 and 1")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
@@ -58,14 +59,14 @@ def hanging(mark: str, text: str) -> Table:
     return grid
 
 
-def show_matrix(results: list[Result]) -> None:
-    """One table a mode, prefill TP down, decode TP across, then the line that sums it up."""
+def show_matrix(results: list[Result], not_run: Sequence[str] = ()) -> None:
+    """One table a mode, prefill TP down, decode TP across, then the line that sums it up; why each of the others was not run."""
     out = console()
     for mode in dict.fromkeys(result.mode for result in results):
         _show_mode(out, [result for result in results if result.mode == mode])
     if any(r.outcome == "vacuous" for r in results):
         out.print(f"vacuous: {MEANING['vacuous']}")
-    out.print(summary_line(results))
+    out.print(summary_line(results, not_run))
     bad = [r for r, (_, verdict) in zip(results, judge_cells(results), strict=True) if verdict.status == "fail"]
     if bad:
         worst = max(bad, key=lambda r: OUTCOMES.index(r.outcome))
@@ -82,14 +83,14 @@ def _worst(result: Result) -> str:
     return "worst: " + ", ".join(f"{check.name} failed" for check in result.checks if check.verdict == "fail")
 
 
-def summary_line(results: list[Result]) -> str:
+def summary_line(results: list[Result], not_run: Sequence[str] = ()) -> str:
     """What a matrix found, in one line: the judge's verdict, and outcomes by mode."""
     verdicts = judge_cells(results)
-    whole, bad = together(verdicts, "pairings"), sum(verdict.status == "fail" for _, verdict in verdicts)
+    whole, bad = together(verdicts, "pairings", not_run), sum(verdict.status == "fail" for _, verdict in verdicts)
     said = {
         "pass": "every pairing is good",
         "fail": f"{bad} of {len(results)} pairings are not good",
-        "inconclusive": f"nothing is shown, as {whole.text}",
+        "inconclusive": whole.text,
     }
     parts = []
     for mode in dict.fromkeys(result.mode for result in results):
@@ -109,7 +110,7 @@ def _fails(result: Result) -> bool:
     return any(check.verdict == "fail" and check.name != "no-race" for check in result.checks)
 
 
-def matrix_markdown(results: list[Result]) -> str:
+def matrix_markdown(results: list[Result], not_run: Sequence[str] = ()) -> str:
     """The same as Markdown: one table a mode, what ran, and the line that sums it up."""
     lines = []
     for mode in dict.fromkeys(result.mode for result in results):
@@ -118,15 +119,15 @@ def matrix_markdown(results: list[Result]) -> str:
         lines += [f"**{mode.upper()}**, vLLM {_releases(first)}, {first.model}, {first.tier} tier: coverage and outcome", ""]
         lines += ["| P \\ D | " + " | ".join(f"TP{tp}" for tp in columns) + " |", "|---" * (len(columns) + 1) + "|"]
         for prefill in dict.fromkeys(result.prefill["tp"] for result in mine):
-            cells = {r.decode["tp"]: r for r in mine if r.prefill["tp"] == prefill}
-            row = [f"{fraction(r.coverage)} {r.outcome}{_race(r)}" if (r := cells.get(tp)) else "not run" for tp in columns]
+            cells = {r.decode["tp"]: f"{fraction(r.coverage)} {r.outcome}{_race(r)}" for r in mine if r.prefill["tp"] == prefill}
+            row = [cells.get(tp, "not run") for tp in columns]
             lines.append(f"| TP{prefill} | " + " | ".join(row) + " |")
         lines.append("")
     backend = results[0].backend
     if backend:
         trees = backend.get("prefill_vllm"), backend.get("decode_vllm")
         lines.append(f"mori.io: {backend.get('mori')}; connector files: {_hashes(trees)}")
-    return "\n".join([*lines, summary_line(results)])
+    return "\n".join([*lines, summary_line(results, not_run)])
 
 
 def _hashes(trees: tuple[object, object]) -> str:
@@ -155,7 +156,7 @@ def _show_mode(out: Console, results: list[Result]) -> None:
             for decode in part:
                 result = cells.get((prefill, decode))
                 if result is None:
-                    row.append(Text("not run", style="reverse"))
+                    row.append(Text("not run"))
                     continue
                 row.append(Text(fraction(result.coverage) + "\n").append_text(outcome_text(result.outcome)).append(_race(result)))
             table.add_row(*row, end_section=True)

@@ -234,7 +234,7 @@ def _results(
     waiting: deque[Future[bytes]] = deque()
     try:
         for job in jobs:
-            if time.perf_counter() > deadline:
+            if time.perf_counter() >= deadline:
                 summary.ended = BUDGET
                 break
             encoded = msgspec.msgpack.encode(job)

@@ -109,7 +109,7 @@ class TierExploration:
         return self.summary
 
     def _over(self) -> bool:
-        if time.monotonic() > self._until:
+        if time.monotonic() >= self._until:
             self.summary.ended = BUDGET
         return self.summary.stopped
 

@@ -27,7 +27,7 @@ from kvcover.sim.results.verdict import PASS, Verdict, fail, inconclusive, judge
 from kvcover.sim.scenario.scenario import Scenario
 from kvcover.sim.search import corpus
 from kvcover.sim.search.failures import Exploration
-from kvcover.sim.tiers import TIERS, Capabilities, Pace, Tier
+from kvcover.sim.tiers import NOT_BEGUN, TIERS, Capabilities, Pace, Tier
 
 MLA = "layers=1,mla=8"
 COLLAPSE = ["run", "--release", "0.26.0", "--prefill", "tp=8", "--decode", "tp=8", "--model", "layers=4,mla=64+16"]
@@ -71,7 +71,7 @@ NOTHING_SHOWN: list[tuple[list[str], int]] = [
     (["explore", "--seeds", "5", "--features", "fabric", "--fault", "abort:0,at=before", "--jobs", "1", "--check"], 3),
     (["explore", "--seeds", "5", "--features", "", "--check"], 2),
     (["explore", "--seeds", "5", "--features", "keys", "--no-faults", "--check"], 2),
-    (["explore", "--seeds", "5", "--set", 'expect={"outcome":"hang"}', "--check"], 1),  # what is expected is asked of each run
+    (["explore", "--seeds", "5", "--set", 'expect={"outcome":"hang"}', "--check"], 1),
     (["explore", "--seeds", "5", "--out", "", "--check"], 2),
     (["corpus", "vllm#47764", "--release", "0.24.0", "--release", "reference", "--check"], 2),
     (["confirm", "--before", "0.26.0", "--after", "reference", "--set", "prefill.pp=2"], 3),
@@ -211,8 +211,8 @@ class Spoilt(Tier):
                 if not keep_errors:
                     raise
                 result = error
-            found.append(result)
-            pace.done(number, result)
+            found.append(NOT_BEGUN if pace.over() else result)
+            pace.done(number, found[-1])
         return found
 
 
@@ -270,7 +270,7 @@ def test_a_corpus_that_leaves_out_runs_is_no_pass() -> None:
     with mock.patch.object(Spoilt, "can", able):
         code, err = on_tier("corpus", None, None)
     assert code == 3
-    assert "were not run: tier connector can't inject their faults" in err
+    assert "were not run: tier connector can't inject its faults" in err
 
 
 # -- replay ----------------------------------------------------------------------------------------------------------
