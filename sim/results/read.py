@@ -91,7 +91,7 @@ def _sides(found: Any, place: str) -> list[dict[str, Any]]:
         raise InputError(
             place, "is a confirmation without both of its results", "give the file as `kvcover confirm -o FILE` wrote it"
         )
-    return [sides[name] | {"confirmation": name} for name in _SIDES]
+    return [{**sides[name], "confirmation": name} for name in _SIDES]
 
 
 def _one_document(text: str, place: str) -> list[Any] | None:
