@@ -86,7 +86,7 @@ def _sides(found: Any, place: str) -> list[dict[str, Any]]:
         raise InputError(place, f"{short(found)} is no result of kvcover", _HINT)
     if found.get("kind") != "confirmation":
         return [found]
-    sides = {name: side.get("result") for name in _SIDES if isinstance(side := found.get(name), dict)}
+    sides = {name: side["result"] for name in _SIDES if isinstance(side := found.get(name), dict) and "result" in side}
     if not all(isinstance(sides.get(name), dict) for name in _SIDES):
         raise InputError(
             place, "is a confirmation without both of its results", "give the file as `kvcover confirm -o FILE` wrote it"
