@@ -423,7 +423,7 @@ MODELS: list[Case] = [
     (run("--model", "{folder}"), ["config.json", "No such file", "path of a config.json"]),
     (run("--model", "{config_empty.json}"), ["config_empty.json", "not JSON", "config.json"]),
     (run("--model", "{config_list.json}"), ["config_list.json", "num_hidden_layers", "Hugging Face config.json"]),
-    (run("--model", "{config_latin1.json}"), ["config_latin1.json", "not JSON", "Hugging Face config.json"]),
+    (run("--model", "{config_latin1.json}"), ["config_latin1.json", "not UTF-8", "Hugging Face config.json"]),
     (run("--model", "{config_no_layers.json}"), ["config_no_layers.json", "num_hidden_layers", "Hugging Face config.json"]),
     (run("--model", "{config_layers_text.json}"), ["config_layers_text.json num_hidden_layers", "'two'", "a number such as"]),
     (run("--model", "{config_layers_bool.json}"), ["config_layers_bool.json num_hidden_layers", "True", "a number such as"]),
