@@ -186,10 +186,10 @@ def load(path: str | Path) -> dict[str, Any]:
 
     >>> load("no-such.toml")
     Traceback (most recent call last):
-    kvcover.sim.errors.InputError: no-such.toml: can't be read: No such file or directory; give the path of a scenario file in TOML or JSON
+    kvcover.sim.errors.InputError: no-such.toml: can't be read: No such file or directory; give the path of a scenario file
     """
     place, example = str(path) or "''", "see `kvcover run --help` for an example"
-    text = read_text(path, _MOST_BYTES, "give the path of a scenario file in TOML or JSON")
+    text = read_text(path, _MOST_BYTES, "give the path of a scenario file")
     kind = "JSON" if place.endswith(".json") else "TOML"
     try:
         data = plain_json(text) if kind == "JSON" else plain_toml(text)
