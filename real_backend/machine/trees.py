@@ -112,6 +112,7 @@ def path_of(text: str, place: str) -> Path:
     """The path that a name may be. Raises InputError for one that can be none: a user who isn't there, no end of letters."""
     try:
         path = Path(text).expanduser()
+        path.resolve()
         path.exists()
     except (OSError, RuntimeError, ValueError) as error:
         raise InputError(place, f"{short(text)} is no release and no folder: {error}", "give a release such as 0.27.0") from None

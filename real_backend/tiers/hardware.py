@@ -23,6 +23,7 @@ from kvcover.real_backend.tiers.connector import as_trees
 from kvcover.real_backend.tiers.declared import DRAWN, INJECTED, fit
 from kvcover.real_backend.tiers.translate import refuse_unlike_layers, to_trial
 from kvcover.sim.errors import TierError
+from kvcover.sim.releases.records import NEWEST
 from kvcover.sim.results.result import Result
 from kvcover.sim.scenario.scenario import Scenario
 from kvcover.sim.tiers import NOT_BEGUN, Capabilities, Pace, Tier
@@ -52,6 +53,9 @@ class HardwareTier(Tier):
 
     def fit(self, draft: dict[str, Any]) -> None:
         fit(draft)
+
+    def release_of(self, vllm: str) -> str | None:
+        return choose(vllm, NEWEST, None)[0].release
 
     def _check(self, scenario: Scenario, vllm: str | None) -> None:
         _as_run(scenario, vllm)

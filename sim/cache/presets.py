@@ -356,7 +356,7 @@ _MOST_BYTES = 4 * MB
 def _config_at(place: str, path: Path) -> dict[str, Any]:
     """The dictionary in the file, or its `text_config`."""
     try:
-        config = plain_json(read_text(path, _MOST_BYTES, "give a Hugging Face config.json"))
+        config = plain_json(read_text(path, _MOST_BYTES, "give the path of a config.json"))
     except UnfitJson as error:
         raise InputError(place, str(error), "give a Hugging Face config.json") from None
     except ValueError:

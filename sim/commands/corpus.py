@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from kvcover.sim.commands.gating import baseline_option, check_outputs, junit_option, raise_first, show_gate, write_junit
+from kvcover.sim.commands.gating import baseline_option, check_outputs, conclude_lost, junit_option, show_gate, write_junit
 from kvcover.sim.commands.options import conclude, progress_option, tier_option, write_output
 from kvcover.sim.errors import InputError
 
@@ -119,7 +119,7 @@ def _end(found: CorpusRun, baseline: str | None, junit: str | None, as_json: boo
         show_gate(cells, baseline, err=as_json)
     if baseline is not None or check:
         conclude(verdict)
-    raise_first(found.now.values())
+    conclude_lost(found.now.values(), "runs")
 
 
 def _mark(verdict: Judged) -> str:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvcover.sim.commands.options import check_output, write_output
+from kvcover.sim.commands.options import check_output, conclude, write_output
 from kvcover.sim.errors import InputError, TierError
 
 if TYPE_CHECKING:
@@ -45,11 +45,12 @@ def write_junit(path: str | None, suite: str, cells: Sequence[Cell], whole: Verd
         write_output(path, junit(suite, cells, whole), "--junit")
 
 
-def raise_first(found: Iterable[Result | TierError]) -> None:
-    """Raise what the machine could not run, when all that it could is shown and written."""
-    for result in found:
-        if isinstance(result, TierError):
-            raise result
+def conclude_lost(found: Iterable[Result | TierError], what: str) -> None:
+    """Exit as of something inconclusive if the machine could not run something; all that it could is shown and written by now."""
+    from kvcover.sim.results.verdict import together
+
+    if not_run := [str(each) for each in found if isinstance(each, TierError)]:
+        conclude(together([], what, not_run))
 
 
 def show_gate(cells: Sequence[Cell], baseline: str, err: bool = False) -> None:

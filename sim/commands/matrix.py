@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvcover.sim.commands.gating import baseline_option, check_outputs, junit_option, raise_first, show_gate, write_junit
+from kvcover.sim.commands.gating import baseline_option, check_outputs, conclude_lost, junit_option, show_gate, write_junit
 from kvcover.sim.commands.options import (
     build_scenario,
     conclude,
@@ -105,7 +105,7 @@ def _judge(now: Found, before: Found | None, baseline: str | None, junit: str | 
         show_gate(cells, baseline, err=options["as_json"])
     if baseline is not None or options["check"]:
         conclude(verdict)
-    raise_first(now.values())
+    conclude_lost(now.values(), "pairings")
 
 
 def _reject_axes(data: dict[str, Any]) -> None:

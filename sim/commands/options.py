@@ -211,16 +211,16 @@ def check_output(path: str | None, *inputs: object, option: str = "-o") -> None:
 
 def _output_file(path: str, option: str) -> Path:
     """What is to be written: a regular file, or none yet, in a folder that exists and may be written to."""
-    target = Path(os.path.realpath(path))
     try:
+        target = Path(os.path.realpath(path))
         is_new = not (target.exists() or target.is_symlink())
         bad = "" if path and (is_new or target.is_file()) else "it is no regular file"
         if not target.parent.is_dir():
             bad = "there is no such folder"
         elif not os.access(target.parent, os.W_OK):
             bad = "its folder can't be written to"
-    except OSError as error:
-        bad = error.strerror or str(error)
+    except (OSError, ValueError) as error:  # a name with a null byte is no name
+        target, bad = Path(), getattr(error, "strerror", None) or str(error)
     if bad:
         raise InputError(option, f"can't write {path!r}: {bad}", "name a file in a folder that exists")
     return target

@@ -35,9 +35,9 @@ def change(before: Result, now: Result) -> Change:
     if before.outcome == "vacuous":
         return Change(unclear=("in the baseline a planned fault never fired, so it proves nothing",))
     step = OUTCOMES.index(now.outcome) - OUTCOMES.index(before.outcome)
-    told = [*_outcomes(before, now), *_shares(before, now), *_checks(before, now, step < 0)]
-    if step >= 0:  # a better outcome may well have told and written fewer: those that it refused
-        told += _sets(before, now)
+    told = [*_outcomes(before, now), *_wrongs(before, now), *_checks(before, now, step < 0)]
+    if step >= 0:  # a better outcome may well have covered, told and written less: what it refused
+        told += [*_coverages(before, now), *_sets(before, now)]
     return Change(
         worse=tuple(text for kind, text in told if kind == "worse"),
         better=tuple(text for kind, text in told if kind == "better"),
@@ -61,17 +61,27 @@ def _outcomes(before: Result, now: Result) -> Iterator[Told]:
             yield "worse" if worse else "better", f"request {index}: {old} → {new}"
 
 
-def _shares(before: Result, now: Result) -> Iterator[Told]:
-    """Coverage of all and of each rank, wrong cells and strays."""
+def _coverages(before: Result, now: Result) -> Iterator[Told]:
+    """Coverage of all and of each rank."""
     yield from _share("coverage", before.coverage, now.coverage)
     yield from _share("coverage at the end", before.coverage_end, now.coverage_end)
+    for name, old, new in _ranks(before, now):
+        yield from _share(f"coverage of {name}", old.coverage, new.coverage)
+
+
+def _wrongs(before: Result, now: Result) -> Iterator[Told]:
+    """Wrong cells, of all and of each rank, and strays."""
     yield from _share("wrong", before.wrong, now.wrong, less_is_better=True)
     yield from _share("stray cells", before.stray, now.stray, less_is_better=True)
-    ranks = {_rank(rank): rank for rank in before.by_rank}
+    for name, old, new in _ranks(before, now):
+        yield from _share(f"wrong at {name}", old.wrong, new.wrong, less_is_better=True)
+
+
+def _ranks(before: Result, now: Result) -> Iterator[tuple[str, RankCoverage, RankCoverage]]:
+    known = {_rank(rank): rank for rank in before.by_rank}
     for rank in now.by_rank:
-        if (old := ranks.get(_rank(rank))) is not None:
-            yield from _share(f"coverage of {_rank(rank)}", old.coverage, rank.coverage)
-            yield from _share(f"wrong at {_rank(rank)}", old.wrong, rank.wrong, less_is_better=True)
+        if (old := known.get(_rank(rank))) is not None:
+            yield _rank(rank), old, rank
 
 
 def _rank(rank: RankCoverage) -> str:

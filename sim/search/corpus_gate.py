@@ -47,7 +47,7 @@ def run_corpus(wanted: Sequence[Case], tier: Tier, vllm: str | None, release: st
     """Run cases on a tier, and on a baseline's `release` too if one is named; `stored` is a baseline that ran before."""
     ours = {id(case) for case in able(wanted, tier)}
     cases = {name: case for name, case in named(wanted).items() if id(case) in ours}
-    skipped = {name: f"tier {tier.name} can't inject its faults" for name in named(wanted) if name not in cases}
+    skipped = {name: f"tier {tier.name} can't inject their faults" for name in named(wanted) if name not in cases}
     scenarios = [case.scenario for case in cases.values()]
     beside = [] if release is None else [replace(each, release=release) for each in scenarios]
     now, stock = run_beside(tier, scenarios, vllm, beside)

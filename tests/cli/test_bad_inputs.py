@@ -175,8 +175,8 @@ LINES = (
     ["explore", "--jobs", "-1"], ["explore", "--baseline", "9.9.9"], ["matrix", "--baseline", ""], ["matrix", "--baseline", "9.9.9"],
     ["matrix", "--baseline", "\0"], ["matrix", "--baseline", "/dev/null"], ["matrix", "--junit", ""], ["matrix", "--junit", "/no/such/x.xml"],
     ["run", "--junit", "/dev/full/x"], ["corpus", "--baseline", "0.33.0"], ["corpus", "--vllm", "x"], ["compare", "/dev/null", "/dev/null"],
-    ["compare", "\0", "x"], ["export-test", "\0"], ["export-test", "/dev/null"], ["why", "/dev/zero"], ["replay", "/dev/zero"],
-    ["run", "/dev/zero"], ["run", "--model", "/dev"], ["vllm", "add", "~nobody/x"], ["vllm", "add", "x" * 5000], ["vllm", "remove", "~nobody"],
+    ["compare", "\0", "x"], ["matrix", "-o", "\0"], ["run", "--junit", "\0"], ["run", "--junit", "\ud800"], ["export-test", "\0"], ["export-test", "/dev/null"], ["why", "/dev/zero"], ["replay", "/dev/zero"],
+    ["run", "/dev/zero"], ["run", "--model", "/dev"], ["vllm", "add", "~nobody/x"], ["vllm", "add", "x" * 5000], ["vllm", "remove", "~nobody"], ["vllm", "remove", "\0"],
     ["vllm", "add", "x/" * 3000], ["run", "--set", "decode_release="], ["run", "--set", "faults=" + json.dumps(["drop:k"] * 2000)],
 )  # fmt: skip
 

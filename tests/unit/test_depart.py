@@ -80,19 +80,24 @@ def test_a_baseline_of_the_model_is_played_again(tmp_path: Path) -> None:
     )
 
 
+WROTE = "give a file that `kvcover run -o FILE` or `kvcover matrix -o FILE` wrote"
+AGAIN = "keeps no events of its run; write it again with `kvcover run -o FILE`"
+
+
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("edited", "said"),
     [
-        ("{}", "holds no scenario; give a file written by `kvcover run -o FILE`"),
-        ("[", "is not one JSON object; give a file written by `kvcover run -o FILE`"),
-        ('{"scenario": {}, "backend": {"events": [[1]]}}', "keeps no events of its run; write it again with `kvcover run -o FILE`"),
-        ('{"scenario": {}, "backend": {}}', "keeps no events of its run; write it again with `kvcover run -o FILE`"),
-        ('{"scenario": {}}', "keeps no events of its run; write it again with `kvcover run -o FILE`"),
+        ("{}", f"is no result of kvcover; {WROTE}"),
+        ("[", f"line 1: is not JSON, or cut off; {WROTE}"),
+        ({"digest": None, "backend": {"events": [[1]]}}, AGAIN),
+        ({"digest": None, "backend": {}}, AGAIN),
+        ({"digest": None}, AGAIN),
+        ({"scenario": None}, "holds no scenario; give a file written by `kvcover run -o FILE`"),
     ],
 )
-def test_a_baseline_that_is_none_is_refused(tmp_path: Path, text: str, said: str) -> None:
+def test_a_baseline_that_is_none_is_refused(tmp_path: Path, edited: str | dict[str, Any], said: str) -> None:
     good, bad = tmp_path / "good.json", tmp_path / "bad.json"
     good.write_text(run_world(resolve(build(SMALL)))[0].to_json())
-    bad.write_text(text)
+    bad.write_text(edited if isinstance(edited, str) else json.dumps(json.loads(good.read_text()) | edited))
     done = why(str(good), "--baseline", str(bad))
     assert (done.returncode, done.stderr) == (2, f"kvcover: {bad}: {said}\n")

@@ -79,6 +79,14 @@ def test_fewer_ranks_are_told_where_the_outcome_is_better() -> None:
     assert not change(lying, honest).worse
 
 
+def test_less_is_covered_where_the_outcome_is_better_but_nothing_else_is_worse() -> None:
+    """What was half written and said to be done, and is refused now, is better; what spoils more cells on the way is not."""
+    half = but(outcome="corrupt", coverage=0.5, coverage_end=0.5)
+    assert not change(half, but(outcome="refused", coverage=0.0, coverage_end=0.0)).worse
+    assert change(half, but(outcome="refused", coverage=0.0, coverage_end=0.0, stray=7)).worse
+    assert change(half, but(outcome="corrupt", coverage=0.4, coverage_end=0.5)).worse
+
+
 @pytest.mark.parametrize(("before", "now"), [("ok", "vacuous"), ("vacuous", "ok"), ("vacuous", "vacuous")])
 def test_a_vacuous_run_is_neither(before: str, now: str) -> None:
     found = change(but(outcome=before), but(outcome=now))
