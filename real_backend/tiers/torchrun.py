@@ -42,12 +42,11 @@ from kvcover.real_backend.inside.device_worker import DeviceWorker, prepare_devi
 from kvcover.real_backend.inside.gpu_worker import leave_no_handles
 from kvcover.real_backend.inside.raising import raised_by
 from kvcover.real_backend.inside.vllm_setup import ConfigFactory, describe, prepare
-from kvcover.real_backend.machine.trees import Tree, choose, refuse_other_release
+from kvcover.real_backend.machine.trees import Tree, choose, refuse_other_release, release_of
 from kvcover.real_backend.tiers.hardware import hardware_tier
 from kvcover.real_backend.tiers.report import ON_GPU, to_result
 from kvcover.real_backend.tiers.translate import refuse_unlike_layers, to_trial
 from kvcover.sim.errors import InputError, TierError
-from kvcover.sim.releases.records import NEWEST
 from kvcover.sim.scenario.scenario import build, load
 
 _START_LIMIT_S = 300.0
@@ -219,8 +218,10 @@ def _be_rank(options: argparse.Namespace, meeting: Meeting) -> None:
 def _tree(vllm: str | None, release: str) -> Tree:
     """The vLLM of this node. Raises TierError if the scenario names another for the engine that is here."""
     tree = choose(vllm or "installed", release, release)[0]
-    if vllm is None or (tree.version and release != NEWEST):
+    if vllm is None:
         refuse_other_release(tree, release, "torchrun")
+    else:
+        release_of(tree, release)
     return tree
 
 
@@ -385,7 +386,7 @@ def _result(options: argparse.Namespace, trial: Trial, seen: RunSeen, abouts: li
     infos = (abouts[0], abouts[-1])
     release = trial.setup.scenario.release
     leader = choose(options.vllm or "installed", release, release)[0]
-    decode = replace(leader, version=str(infos[1]["vllm"]))  # perhaps of another node
+    decode = replace(leader, version=str(infos[1]["vllm"]), files=())  # perhaps of another node
     result = to_result(trial, seen, (leader, decode), infos, options.vllm)
     hosts = {about["host"]: sorted({each["device"] for each in abouts if each["host"] == about["host"]}) for about in abouts}
     backend = {**getattr(result, "backend", {}), "mori": abouts[0]["mori"], "launcher": "torchrun", "hosts": hosts}

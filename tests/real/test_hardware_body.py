@@ -22,9 +22,10 @@ import pytest
 from kvcover.real_backend.evidence.confirm import confirm
 from kvcover.real_backend.inside.cells import cells_of
 from kvcover.real_backend.inside.device_worker import record_posts
-from kvcover.real_backend.inside.vllm_setup import MORIIO_FOLDER
 from kvcover.real_backend.machine import trees
 from kvcover.real_backend.machine.doctor import Look
+from kvcover.real_backend.machine.hashes import KNOWN
+from kvcover.real_backend.machine.identity import number_of
 from kvcover.real_backend.machine.trees import Tree
 from kvcover.real_backend.tiers import hardware
 from kvcover.real_backend.tiers.hardware import hardware_tier, launch, read_result, transport
@@ -32,6 +33,7 @@ from kvcover.real_backend.tiers.translate import to_trial
 from kvcover.sim.errors import InputError, TierError
 from kvcover.sim.results.result import Result
 from kvcover.sim.scenario.scenario import Scenario, build
+from tests.real.made_up_trees import hash_made_up, made_up_tree
 from tests.unit.test_packaging import OTHERS, OURS, litter
 
 LIMIT_S = 300.0
@@ -204,27 +206,33 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[Scenario]:
     return launched
 
 
-def install(monkeypatch: pytest.MonkeyPatch, version: str | None) -> None:
-    monkeypatch.setattr(trees, "installed", lambda: Tree(None, version, "installed"))
+def install(monkeypatch: pytest.MonkeyPatch, version: str | None, connector: str = "") -> None:
+    """A vLLM that calls itself `version` and has the connector of a release: of the one that it names, unless said."""
+    files = KNOWN.get(connector or number_of(version) or "", {})
+    monkeypatch.setattr(trees, "installed", lambda: Tree(None, version, "installed", tuple(files.items())))
 
 
 @pytest.mark.parametrize(
-    ("version", "release", "good"),
+    ("version", "connector", "release", "good"),
     [
-        ("0.26.0", "0.26.0", True),
-        ("0.25.1", "0.25.0", True),  # two names of one connector
-        ("0.27.0", "0.27.1", True),
-        ("0.27.1.dev3", "0.27.0", True),  # as ROCm images have it, without what follows the +
-        ("0.27.0", "0.26.0", False),
-        ("0.26.1.dev350", "0.26.0", False),  # of no release: on its way from 0.26.0 to what may be another connector
-        ("0.27.0", "0.33.0", False),  # the newest is named too, even if only by default
-        (None, "0.27.0", False),
+        ("0.26.0", "", "0.26.0", True),
+        ("0.25.1", "", "0.25.0", True),  # two names of one connector
+        ("0.27.0", "", "0.27.1", True),
+        ("0.27.1.dev3", "", "0.27.0", True),  # as ROCm images have it, without what follows the +
+        ("0.27.0", "", "0.26.0", False),
+        ("0.26.1.dev350", "", "0.26.0", False),  # of no release: on its way from 0.26.0 to what may be another connector
+        ("0.26.1.dev350", "0.26.0", "0.26.0", True),  # what it is, its files say
+        ("0.26.1.dev350", "0.27.0", "0.27.0", True),
+        ("0.26.0", "0.33.0", "0.26.0", False),
+        ("0.27.0", "", "0.33.0", False),  # the newest is named too, even if only by default
+        (None, "", "0.27.0", False),
+        (None, "0.27.0", "0.27.0", True),
     ],
 )
 def test_the_installed_vllm_runs_only_as_the_release_that_it_is(
-    monkeypatch: pytest.MonkeyPatch, runs: list[Scenario], version: str | None, release: str, good: bool
+    monkeypatch: pytest.MonkeyPatch, runs: list[Scenario], version: str | None, connector: str, release: str, good: bool
 ) -> None:
-    install(monkeypatch, version)
+    install(monkeypatch, version, connector)
     if good:
         hardware_tier.run(scenario(release))
         assert [each.release for each in runs] == [release]
@@ -245,16 +253,19 @@ def test_two_releases_need_two_vllms(monkeypatch: pytest.MonkeyPatch, runs: list
 
 
 def test_a_vllm_of_no_release_is_given_by_its_folder(monkeypatch: pytest.MonkeyPatch, runs: list[Scenario], tmp_path: Path) -> None:
-    (tmp_path / MORIIO_FOLDER).mkdir(parents=True)
-    (tmp_path / MORIIO_FOLDER / "moriio_connector.py").touch()
-    (tmp_path / "vllm-0.26.1.dev350+rocm723.dist-info").mkdir()
-    hardware_tier.run(build({"prefill": {"tp": 2}, "decode": {"tp": 2}}), vllm=str(tmp_path))
+    hash_made_up(monkeypatch)
+    unknown = made_up_tree(tmp_path / "unknown", "a connector of its own", "0.26.1.dev350+rocm723")
+    any_release = build({"prefill": {"tp": 2}, "decode": {"tp": 2}})
+    hardware_tier.run(any_release, vllm=str(unknown))
     assert len(runs) == 1
-    with pytest.raises(InputError, match=r"0\.26\.1\.dev350 is not the 0\.26\.0 that the scenario asks for"):
-        hardware_tier.run(scenario("0.26.0"), vllm=str(tmp_path))
-    (tmp_path / "vllm-0.26.1.dev350+rocm723.dist-info").rename(tmp_path / "vllm-0.26.0.dist-info")
-    hardware_tier.run(build({"prefill": {"tp": 2}, "decode": {"tp": 2}}), vllm=str(tmp_path))
+    with pytest.raises(InputError, match=r"0\.26\.1\.dev350 .* is not the 0\.26\.0 that the scenario asks for"):
+        hardware_tier.run(scenario("0.26.0"), vllm=str(unknown))
+    image = made_up_tree(tmp_path / "image", "0.26.0", "0.26.1.dev350+rocm723")
+    hardware_tier.run(any_release, vllm=str(image))
     assert runs[-1].release == "0.26.0"  # and its rules with it
+    renamed = made_up_tree(tmp_path / "renamed", "0.33.0", "0.26.0")
+    hardware_tier.run(any_release, vllm=str(renamed))
+    assert runs[-1].release == "0.33.0"
 
 
 @pytest.mark.parametrize(
@@ -265,6 +276,7 @@ def test_a_vllm_of_no_release_is_given_by_its_folder(monkeypatch: pytest.MonkeyP
         ("installed", "0.27.0", "0.26.0", False),
         ("installed", "0.34.0.dev1", "0.33.0", True),  # the newest is what a scenario says that names none
         ("installed", None, "0.26.0", True),  # nothing says what it is but the user
+        ("installed", "0.26.1.dev3", "0.27.0", False),
     ],
 )
 def test_each_node_refuses_a_vllm_that_its_engine_is_not_named_for(
@@ -277,7 +289,7 @@ def test_each_node_refuses_a_vllm_that_its_engine_is_not_named_for(
     if good:
         assert _tree(vllm, release).version == version
     else:
-        with pytest.raises(TierError, match=f"asked for vLLM {release}"):
+        with pytest.raises(InputError, match=rf"asked for vLLM {release}|is not the {release} that the scenario asks for"):
             _tree(vllm, release)
 
 

@@ -15,23 +15,20 @@ from kvcover.real_backend.commands.vllm import command
 from kvcover.real_backend.inside.vllm_setup import MORIIO_FOLDER
 from kvcover.real_backend.machine import trees
 from kvcover.sim.errors import InputError, TierError
+from tests.real.made_up_trees import hash_made_up, made_up_tree
 
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.delenv("KVCOVER_TREES", raising=False)
     monkeypatch.setenv("KVCOVER_CACHE", str(tmp_path / "cache"))
+    hash_made_up(monkeypatch)
     return tmp_path / "cache" / "vllm"
 
 
 def make_tree(folder: Path, version: str = "") -> Path:
     """What looks like a vLLM."""
-    connector = folder / MORIIO_FOLDER
-    connector.mkdir(parents=True)
-    (connector / "moriio_connector.py").write_text("")
-    if version:
-        (folder / f"vllm-{version}+empty.dist-info").mkdir()
-    return folder
+    return made_up_tree(folder, version, f"{version}+empty" if version else "")
 
 
 def test_the_cache_is_the_users(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -131,7 +128,7 @@ def pip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 _GOOD = f"""echo Collecting vllm
 mkdir -p "$TARGET/{MORIIO_FOLDER}" "$TARGET/vllm-$VLLM_VERSION_OVERRIDE.dist-info"
-touch "$TARGET/{MORIIO_FOLDER}/moriio_connector.py"
+printf %s "$VLLM_VERSION_OVERRIDE" > "$TARGET/{MORIIO_FOLDER}/moriio_connector.py"
 """
 
 
