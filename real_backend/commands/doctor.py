@@ -36,7 +36,7 @@ def command(tier: str, peer: str | None, transport: Literal["rdma", "xgmi"], as_
         click.echo(json.dumps({"tier": tier, "ready": not short, "lines": [dataclasses.asdict(line) for line in lines]}))
     else:
         for line in lines:
-            click.echo(f"{line.state:8} {line.name:16} {line.text}" + (f" → {line.how}" if line.how else ""))
+            click.echo(str(line))
         verdict = f"needs {', '.join(line.name for line in short)}" if short else "can run here"
         click.echo(f"the {tier} tier {verdict}")
     sys.exit(int(bool(short)))

@@ -46,6 +46,9 @@ class Look:
     how: str = ""
     tiers: tuple[str, ...] = ()
 
+    def __str__(self) -> str:
+        return f"{self.state:8} {self.name:16} {self.text}" + (f" → {self.how}" if self.how else "")
+
 
 @dataclass(frozen=True, slots=True)
 class Place:

@@ -21,6 +21,7 @@ import msgspec
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from kvcover.real_backend.driver import logs
 from kvcover.real_backend.driver.harness import Harness
 from kvcover.real_backend.driver.processes import device
 from kvcover.real_backend.driver.reports import RunSeen
@@ -81,6 +82,7 @@ class ConnectorTier(Tier):
             finally:
                 for harness in harnesses:
                     harness.close()
+                logs.keep(Path(work))
         return [results[index] for index in range(len(scenarios))]
 
 

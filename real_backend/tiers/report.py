@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 from kvcover.real_backend.driver.race import race_of
 from kvcover.real_backend.driver.reports import RunSeen
 from kvcover.real_backend.driver.trial import Trial
+from kvcover.real_backend.machine.environment import environment
 from kvcover.real_backend.machine.identity import Identity, identify, number_of
 from kvcover.real_backend.machine.trees import Tree
 from kvcover.sim.errors import TierError
@@ -76,6 +78,8 @@ def _backend(trial: Trial, seen: RunSeen, infos: tuple[dict[str, Any], dict[str,
             "defer_timeout": round(trial.limits.defer_s, 3),
             "recv_abort_timeout": round(trial.limits.read_abort_s, 3),
         },
+        "environment": environment(),
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "race": asdict(race) if race else None,
         "stories": [story(seen.record, request.index) for request in trial.setup.requests],
         "log_tail": _log(seen),

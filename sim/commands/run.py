@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import shlex
 import sys
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -31,6 +34,7 @@ if TYPE_CHECKING:
 @click.option("--mode", metavar="write|read", help="Prefill pushes (default) or decode pulls.")
 @click.option("--prefill", metavar="tp=N[,dp=N]", help="Size of the prefill engine.")
 @click.option("--decode", metavar="tp=N[,dp=N]", help="Size of the decode engine.")
+@click.option("--keep", metavar="DIR", help="Leave all evidence in a new folder, also if it fails: logs, versions, a summary.")
 @click.option("--trace", metavar="FILE", help="Write every event as a timeline for Perfetto or chrome://tracing.")
 @causes_options
 @scenario_options
@@ -39,6 +43,7 @@ def command(
     mode: str | None,
     prefill: str | None,
     decode: str | None,
+    keep: str | None,
     trace: str | None,
     causes: bool,
     budget: float | None,
@@ -57,6 +62,7 @@ def command(
       faults = ["drop:remote_tp_size@prefill"]
       expect = {outcome = "corrupt", coverage = 0.125}
     """
+    from kvcover.sim.results.result import MEANING
     from kvcover.sim.tiers import load_tier, refuse_options
 
     check_causes(causes, budget)
@@ -70,12 +76,16 @@ def command(
             data[name] = {**data.get(name, {}), **found}
     built = build_scenario(data)
     check_output(options["output"], scenario, built.model)
-    result = tier.run(built, options["vllm"]) if trace is None else _run_traced(built, trace, scenario, options)
-    if causes:
-        from kvcover.sim.search.causes import explain
+    with _keeping(keep, tier.name, built, options["vllm"]) as kept:
+        result = tier.run(built, options["vllm"]) if trace is None else _run_traced(built, trace, scenario, options)
+        if causes:
+            from kvcover.sim.search.causes import explain
 
-        result = explain(built, budget)
-    write_output(options["output"], result.to_json() + "\n")
+            result = explain(built, budget)
+        if kept is not None:
+            kept.add("result", result)
+            kept.verdict = f"{result.outcome}: {MEANING[result.outcome]}"
+        write_output(options["output"], result.to_json() + "\n")
     if options["as_json"]:
         click.echo(result.to_json())
     else:
@@ -90,6 +100,15 @@ def command(
         sys.exit(1)
     if options["check"] and result.outcome == "ok" and (why := unproven([result])):
         inconclusive(why)
+
+
+def _keeping(keep: str | None, tier: str, built: Scenario, vllm: str | None) -> contextlib.AbstractContextManager[Any]:
+    """The folder of evidence that `--keep` names, found by name as tiers are: the model needs no backend."""
+    if keep is None:
+        return contextlib.nullcontext()
+    keeping = import_module("kvcover.real_backend.evidence.folder").keeping
+    found: contextlib.AbstractContextManager[Any] = keeping(keep, shlex.join(["kvcover", *sys.argv[1:]]), tier, [(built, vllm)])
+    return found
 
 
 def _run_traced(built: Scenario, path: str, scenario: str | None, options: dict[str, Any]) -> Result:

@@ -28,6 +28,8 @@ def disagreement(result: Result, expect: Expect | None, check: bool) -> str:
         for rank, (want, have) in enumerate(zip(wanted.by_rank, got, strict=True)):
             if have is None or abs(want - have) > 1e-9:
                 return f"expected coverage {want:.6g} at decode rank {rank}, got {have}"
+    if wanted.told is not None and set(wanted.told) != set(result.sets.told):
+        return f"expected told {' '.join(wanted.told) or 'nobody'}, got {' '.join(result.sets.told) or 'nobody'}"
     if check and (failed := failed_check(result)) is not None:
         return f"outcome is ok, but {failed.name} failed: {failed.reason}"
     return _unexpected_race(result, wanted.race, check)
