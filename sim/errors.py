@@ -33,6 +33,10 @@ class TierError(InputError):
     """The tier that was asked for can't run here. It never falls back to another."""
 
 
+class Inconclusive(KvcoverError):
+    """What was run can't vouch for what it shows: neither good nor bad. The command says why and exits with 3."""
+
+
 class PeerRefusal(KvcoverError):
     """A connector function raised: `error` is the exception class that the real code raises there.
 

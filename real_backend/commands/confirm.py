@@ -50,6 +50,9 @@ def command(files: tuple[str, ...], before: str | None, after: str | None, **opt
       kvcover confirm --before 0.26.0 --after 0.27.0 --tier connector --report 'vllm#47764'
       kvcover confirm before.json after.json -o evidence
     """
+    from kvcover.real_backend.evidence.expected import early
+
+    early(options["report"], options["expect_before"], before)
     said = shlex.join(["kvcover", *sys.argv[1:]])
     if before is None and after is None:
         done = _two_results(files, options, said)
@@ -68,13 +71,12 @@ def command(files: tuple[str, ...], before: str | None, after: str | None, **opt
 
 def _two_runs(files: tuple[str, ...], before: str, after: str, options: dict[str, Any], said: str) -> Confirmation:
     from kvcover.real_backend.evidence import confirm
-    from kvcover.real_backend.evidence.expected import early, find_report
+    from kvcover.real_backend.evidence.expected import find_report
 
     if len(files) > 1:
         raise InputError(
             files[1], "is one file too many beside --before and --after", "give one scenario, or two results without them"
         )
-    early(options["report"], options["expect_before"], before)
     if not files and options["report"] is not None:
         data = _data(None, options, find_report(options["report"]).scenario)
     else:

@@ -73,15 +73,15 @@ def by_report(name: str, release: str, decode_release: str) -> Expected:
     return Expected(f"{report.report} of {release}", lambda: [told])
 
 
-def early(report: str | None, text: str | None, before: str) -> None:
-    """Raise InputError, before anything runs, for an expectation that makes no sense."""
+def early(report: str | None, text: str | None, before: str | None) -> None:
+    """Raise InputError, before anything runs or is read, for an expectation that makes no sense."""
     if text is not None and report is not None:
         raise InputError("--expect-before", "a report is named, too", "use one of the two")
     if text is not None:
         given(text)
     if report is not None:
         find_report(report)
-        if before in RELEASES or before in ALIASES:
+        if before is not None and (before in RELEASES or before in ALIASES):
             by_report(report, before, before)
 
 

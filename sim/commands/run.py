@@ -76,6 +76,8 @@ def command(
             data[name] = {**data.get(name, {}), **found}
     built = build_scenario(data)
     check_output(options["output"], scenario, built.model)
+    if keep is not None:
+        tier.check(built, options["vllm"])  # bad input leaves no folder
     with _keeping(keep, tier.name, built, options["vllm"]) as kept:
         result = tier.run(built, options["vllm"]) if trace is None else _run_traced(built, trace, scenario, options)
         if causes:
