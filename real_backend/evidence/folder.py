@@ -95,8 +95,8 @@ def _new(path: str) -> Path:
             raise InputError(path, "is a folder with files in it", hint)
         if not os.access(folder, os.W_OK):
             raise InputError(path, "can't be written to", hint)
-    except OSError as error:
-        raise InputError(path or "''", f"can't be made a folder: {error.strerror or error}", hint) from None
+    except (OSError, ValueError) as error:
+        raise InputError(path or "''", f"can't be made a folder: {getattr(error, 'strerror', None) or error}", hint) from None
     return folder
 
 

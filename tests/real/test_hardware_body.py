@@ -19,7 +19,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from kvcover.real_backend.evidence.confirm import confirm
+from kvcover import run
+from kvcover.real_backend.evidence.confirm import plan
 from kvcover.real_backend.inside.cells import cells_of
 from kvcover.real_backend.inside.device_worker import record_posts
 from kvcover.real_backend.machine import trees
@@ -69,8 +70,9 @@ def test_the_body_under_torchrun_sees_what_the_connector_tier_sees(
         pytest.skip(f"NOT RUN: no tree of vLLM {release} in KVCOVER_TREES")
     result = launch(scenario(release, **changes), release, ("--loopback-test",), LIMIT_S)
     assert (coverage(result), result.outcome) == (expected, outcome)
-    backend = getattr(result, "backend", {})
+    backend = result.backend or {}
     assert (result.tier, backend["mori"], backend["launcher"]) == ("connector", "loopback", "torchrun")
+    assert backend["self_test"].startswith("passed: a good case is ok, one wrong byte is seen")
 
 
 @pytest.mark.vllm
@@ -198,8 +200,11 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[Scenario]:
     """The scenarios that would be launched on a machine that has all that the tier needs."""
     launched: list[Scenario] = []
 
-    def launch(given: Scenario, *_rest: Any) -> Any:
+    def launch(given: Scenario, _vllm: str, options: tuple[str, ...]) -> Result:
+        assert ("--no-self-test" in options) == bool(launched)  # a session is tested once
         launched.append(given)
+        own = {} if "--no-self-test" in options else {"self_test": "passed: in this double"}
+        return msgspec.structs.replace(run(build({"fabric": "loopback"})), backend=own)
 
     monkeypatch.setattr(hardware, "check_hardware", lambda _transport: None)
     monkeypatch.setattr(hardware, "launch", launch)
@@ -242,13 +247,19 @@ def test_the_installed_vllm_runs_only_as_the_release_that_it_is(
         assert "\n" not in str(error.value) and runs == []
 
 
+def test_every_result_of_a_session_says_how_it_was_tested(monkeypatch: pytest.MonkeyPatch, runs: list[Scenario]) -> None:
+    install(monkeypatch, "0.33.0")
+    results = hardware_tier.many([scenario("0.33.0"), scenario("0.33.0", seed=1)])
+    assert [(each.backend or {})["self_test"] for each in results] == ["passed: in this double"] * 2
+
+
 def test_two_releases_need_two_vllms(monkeypatch: pytest.MonkeyPatch, runs: list[Scenario]) -> None:
     install(monkeypatch, "0.26.0")
     with pytest.raises(TierError, match=r"asked for vLLM 0\.27\.0, but 0\.26\.0 is installed"):
         hardware_tier.run(scenario("0.26.0", decode_release="0.27.0"))
     for before, after in (("0.26.0", "0.27.0"), ("0.27.0", "0.26.0")):
         with pytest.raises(TierError, match=r"asked for vLLM 0\.27\.0, but 0\.26\.0 is installed"):
-            confirm({"prefill": {"tp": 2}, "decode": {"tp": 2}}, before, after, "hardware")
+            plan({"prefill": {"tp": 2}, "decode": {"tp": 2}}, before, after, "hardware").run()
     assert runs == []  # also where the first of them could have run
 
 
@@ -258,11 +269,12 @@ def test_a_vllm_of_no_release_is_given_by_its_folder(monkeypatch: pytest.MonkeyP
     any_release = build({"prefill": {"tp": 2}, "decode": {"tp": 2}})
     hardware_tier.run(any_release, vllm=str(unknown))
     assert len(runs) == 1
+    runs.clear()
     with pytest.raises(InputError, match=r"0\.26\.1\.dev350 .* is not the 0\.26\.0 that the scenario asks for"):
         hardware_tier.run(scenario("0.26.0"), vllm=str(unknown))
     image = made_up_tree(tmp_path / "image", "0.26.0", "0.26.1.dev350+rocm723")
     hardware_tier.run(any_release, vllm=str(image))
-    assert runs[-1].release == "0.26.0"  # and its rules with it
+    assert runs.pop().release == "0.26.0"  # and its rules with it
     renamed = made_up_tree(tmp_path / "renamed", "0.33.0", "0.26.0")
     hardware_tier.run(any_release, vllm=str(renamed))
     assert runs[-1].release == "0.33.0"
