@@ -46,12 +46,15 @@ def to_result(
 def _release(tree: Tree, info: dict[str, Any], name: str) -> str:
     """What ran, as the files that were imported say; a working copy with the name of its folder.
 
-    Raises TierError if these are not the files that were chosen.
+    Raises TierError if these are not the files that were chosen, or if they are of another release than `name`, by whose rules
+    the scenario was run.
     """
     if tree.files and dict(tree.files) != info["connector_files"]:
         text = "the connector that was imported is not the one that was chosen"
         raise TierError("--vllm", text, "leave its files as they are while it runs, and no other vllm on PYTHONPATH")
     known, said = identity_of(info), str(tree.version or info["vllm"] or name)
+    if known.exact and not known.is_release(name):
+        raise TierError("--vllm", f"the scenario was run as {name}, and what was imported is {known.text}", f"name {known.text}")
     text = said if known.exact and number_of(said) == known.release else known.text if known.release else f"{said}, {known.text}"
     return text if tree.kind != "working copy" else f"{text} ({tree.path.name if tree.path else 'installed'})"
 

@@ -22,9 +22,12 @@ import msgspec
 
 from kvcover.faults import EventFault
 from kvcover.real_backend.driver.trial import Limits, Trial
+from kvcover.real_backend.machine.trees import choose
+from kvcover.real_backend.tiers.connector import as_trees
 from kvcover.real_backend.tiers.hardware import hardware_tier
 from kvcover.real_backend.tiers.translate import refuse_unlike_layers, to_trial
 from kvcover.sim.errors import Inconclusive, InputError, TierError
+from kvcover.sim.releases.records import NEWEST
 from kvcover.sim.results.result import Result
 from kvcover.sim.scenario.scenario import Scenario, Side, build, load
 
@@ -49,12 +52,17 @@ class Case:
     self_test: str | None = None
 
 
-def begin(file: str, output: Path, test: bool) -> tuple[Scenario, int]:
-    """The scenario in a file and the ranks of its prefill engine. Raises InputError for what can't be run here."""
+def begin(file: str, output: Path, vllm: str | None, test: bool) -> tuple[Scenario, int]:
+    """The scenario in a file and the ranks of its prefill engine; one that names no release is of this node's vLLM.
+
+    Raises InputError for what can't be run here.
+    """
     if os.environ.get("RANK") == "0":
         with suppress(OSError):
             output.unlink()  # what an earlier session left would be taken for what this one found
     scenario = build(load(file))
+    if vllm is not None and (scenario.release, scenario.decode_release) == (NEWEST, None):
+        scenario = as_trees(scenario, choose(vllm, scenario.release, None))
     trial = trial_of(scenario, test)
     expect_ranks(trial.ranks)
     return scenario, len(trial.setup.prefill.rank_names())

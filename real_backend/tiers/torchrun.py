@@ -152,7 +152,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="whose memory the stand-in uses")
     options = parser.parse_args(arguments)
     try:
-        scenario, prefill_ranks = begin(options.scenario, options.output, options.loopback_test)
+        scenario, prefill_ranks = begin(options.scenario, options.output, options.vllm, options.loopback_test)
     except InputError as error:
         return give_up(error, options.output)
     if options.no_self_test:

@@ -11,12 +11,15 @@ import msgspec
 import pytest
 
 from kvcover import Result, build, run
-from kvcover.real_backend.tiers import session
+from kvcover.real_backend.machine.hashes import KNOWN
+from kvcover.real_backend.machine.trees import Tree
+from kvcover.real_backend.tiers import report, session
 from kvcover.real_backend.tiers.hardware import read_result
 from kvcover.real_backend.tiers.session import Case, easy, failure, require, run_session, verdict
 from kvcover.sim.cli import main
 from kvcover.sim.errors import Inconclusive, TierError
 from kvcover.sim.releases.records import PUBLISHED
+from tests.real.made_up_trees import hash_made_up, made_up_tree
 
 GOOD = run(build({"model": "layers=2,mla=64+16"}))
 WRONG = msgspec.structs.replace(GOOD, outcome="corrupt", coverage=31 / 32, wrong=1 / 32)
@@ -126,5 +129,36 @@ def test_what_an_earlier_session_left_is_gone_before_this_one_begins(tmp_path: P
     given.write_text("{}")
     stale.write_text(GOOD.to_json())
     with pytest.raises(TierError, match="3 processes for 2 ranks"):
-        session.begin(str(given), stale, test=True)
+        session.begin(str(given), stale, None, test=True)
     assert not stale.exists()
+
+
+def test_a_scenario_that_names_no_release_is_of_the_vllm_that_is_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As two images run one scenario file; one that names a release is judged by each engine's node."""
+    hash_made_up(monkeypatch)
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    tree = str(made_up_tree(tmp_path / "image", "0.26.0", "0.26.1.dev350+rocm723"))
+    for text, release in (('mode = "write"', "0.26.0"), ('release = "0.27.0"', "0.27.0")):
+        (tmp_path / "scenario.toml").write_text(text)
+        found, prefill_ranks = session.begin(str(tmp_path / "scenario.toml"), tmp_path / "result.json", tree, test=True)
+        assert (found.release, prefill_ranks) == (release, 1)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "imported", "rules", "said"),
+    [
+        ("0.26.0", "0.26.0", "0.26.0", ""),
+        ("", "0.26.0", "0.26.0", ""),
+        ("0.26.0", "0.27.0", "0.26.0", "is not the one that was chosen"),
+        ("", "0.27.0", "0.26.0", "was run as 0.26.0, and what was imported is 0.27.0"),
+    ],
+)
+def test_what_ran_is_what_was_imported(chosen: str, imported: str, rules: str, said: str) -> None:
+    tree = Tree(None, "0.26.0", "installed", tuple(KNOWN[chosen].items()) if chosen else ())
+    info = {"vllm": "0.26.0", "connector_files": KNOWN[imported]}
+    if said:
+        with pytest.raises(TierError, match=said):
+            report._release(tree, info, rules)
+    else:
+        assert report._release(tree, info, rules) == "0.26.0"
