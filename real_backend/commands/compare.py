@@ -17,9 +17,10 @@ _WHAT_RAN = ("tier", "release", "decode_release", "router", "findings")
 @click.option("--check", is_flag=True, help="Exit with 1 if they differ in outcome, coverage or sets.")
 def command(first: str, second: str, everything: bool, check: bool) -> None:
     """Put two results of `kvcover run -o FILE` side by side; ≠ marks what differs."""
-    from kvcover.real_backend.evidence.compare import compare, read_result
+    from kvcover.real_backend.evidence.compare import compare
+    from kvcover.real_backend.evidence.reading import read_result
 
-    lines = compare(read_result(first), read_result(second))
+    lines = compare(read_result(first).to_dict(), read_result(second).to_dict())
     shown = [line for line in lines if line.differs or everything or line.name in ("tier", "release", "outcome", "coverage")]
     width = max(len(line.name) for line in shown)
     column = min(40, max(len(_text(line.first)) for line in shown))

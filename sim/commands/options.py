@@ -55,9 +55,10 @@ _FIELDS: tuple[Decorator, ...] = (
     click.option("--seed", type=WholeNumber(), metavar="N", help="Decides ties between events of one instant."),
     tier_option(),
 )  # fmt: skip
-_VLLM = click.option("--vllm", metavar="R|PATH|installed", help="The vLLM that a real tier runs (default: that of --release).")
-_JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
+_JSON: Decorator = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
 _RESULT: tuple[Decorator, ...] = (
+    click.option("--vllm", metavar="R|PATH|installed", help="The vLLM that a real tier runs (default: that of --release)."),
+    _JSON,
     click.option("-o", "--output", metavar="FILE", help="Write the JSON to a file as well."),
     click.option("--check", is_flag=True, help="Exit with 1 if the result is not as it should be."),
 )
@@ -85,7 +86,7 @@ def check_causes(causes: bool, budget: float | None) -> None:
 
 def scenario_options(function: Callable[..., Any]) -> Callable[..., Any]:
     """All options that describe a scenario and what to do with its result."""
-    for option in reversed((*_RELEASES, *_FIELDS, _VLLM, _JSON, *_RESULT)):
+    for option in reversed((*_RELEASES, *_FIELDS, *_RESULT)):
         function = option(function)
     return function
 

@@ -17,7 +17,7 @@ import msgspec
 import pytest
 
 from kvcover import build, run
-from kvcover.real_backend.evidence.compare import compare, read_result
+from kvcover.real_backend.evidence.compare import compare
 from kvcover.real_backend.evidence.confirm import (
     CONFIRMED,
     INCONCLUSIVE,
@@ -30,6 +30,7 @@ from kvcover.real_backend.evidence.confirm import (
     judge,
     plan,
 )
+from kvcover.real_backend.evidence.reading import read_result
 from kvcover.real_backend.inside.raising import what_is_broken
 from kvcover.real_backend.inside.vllm_setup import MORIIO_FOLDER
 from kvcover.sim.errors import InputError

@@ -58,6 +58,15 @@ def test_a_run_that_fails_leaves_it_too(tmp_path: Path, error: BaseException, sa
     assert len(list((tmp_path / "new" / "logs").iterdir())) == 1
 
 
+def test_the_command_leaves_it_whatever_its_exit_code(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "kvcover", "run", "--release", "0.26.0", "--prefill", "tp=2", "--decode", "tp=2", "--check"]
+    done = subprocess.run([*command, "--keep", str(tmp_path / "new")], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert json.loads((tmp_path / "new" / "result.json").read_text())["outcome"] == "corrupt"
+    told = (tmp_path / "new" / "summary.md").read_text()
+    assert told.startswith("**corrupt: ") and "$ kvcover run --release 0.26.0" in told
+
+
 def test_a_run_that_is_killed_left_that_it_did_not_end(tmp_path: Path) -> None:
     code = (
         "import os; from kvcover import build; from kvcover.real_backend.evidence.folder import keeping\n"

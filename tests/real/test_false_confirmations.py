@@ -40,7 +40,7 @@ def confirm(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
 def pair(tier: str = "connector") -> tuple[Data, Data]:
     """What a fix looks like: every prefill rank writes into decode rank 0, then each into its own."""
     if tier == "model":
-        return tuple(json.loads(run(build({**FIELDS, "release": release})).to_json()) for release in ("0.26.0", "0.27.0"))  # type: ignore[return-value]
+        return tuple(json.loads(run(build({**FIELDS, "release": release})).to_json()) for release in ("0.26.0", "0.27.0"))
     return real_result("0.26.0", tier, **FIELDS), real_result("0.27.0", tier, **FIELDS)
 
 
@@ -216,7 +216,7 @@ ATTEMPTS: list[tuple[str, Edit, int, str]] = [
     ("no scenario", put(AFTER, scenario=None), WRONG, "contradicts itself"),
     ("a scenario that makes no sense", lambda b, a: a["scenario"].update(mode="wirte"), WRONG, "makes no sense"),
     ("the tier's name", put(AFTER, tier="hardware"), WRONG, "replay line is not of the hardware tier"),
-    ("a tier that is none", lambda b, a: [each.update(tier="gpu") for each in (b, a)], WRONG, "no tier 'gpu'"),
+    ("a tier that is none", all_of(put(BEFORE, tier="gpu"), put(AFTER, tier="gpu")), WRONG, "no tier 'gpu'"),
     ("a digest", put(AFTER, digest="0" * 32), WRONG, "has a digest"),
     ("no backend", put(AFTER, backend=None), WRONG, "does not say what ran"),
     ("a word for a number", put(AFTER, coverage="1.0"), WRONG, "expected `float`, got `str` at coverage"),

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 from kvcover import run
-from kvcover.real_backend.evidence.confirm import plan
+from kvcover.real_backend.evidence.confirm import CONFIRMED, conclude, expect, plan, read_pair
 from kvcover.real_backend.inside.cells import cells_of
 from kvcover.real_backend.inside.device_worker import record_posts
 from kvcover.real_backend.machine import trees
@@ -31,13 +31,16 @@ from kvcover.real_backend.machine.trees import Tree
 from kvcover.real_backend.tiers import hardware
 from kvcover.real_backend.tiers.hardware import hardware_tier, launch, read_result, transport
 from kvcover.real_backend.tiers.translate import to_trial
-from kvcover.sim.errors import InputError, TierError
+from kvcover.sim.errors import Inconclusive, InputError, TierError
 from kvcover.sim.results.result import Result
 from kvcover.sim.scenario.scenario import Scenario, build
 from tests.real.made_up_trees import hash_made_up, made_up_tree
+from tests.real.test_confirm import broken_tree
+from tests.real.test_connector_tier import needs
 from tests.unit.test_packaging import OTHERS, OURS, litter
 
 LIMIT_S = 300.0
+QUICK = ("--loopback-test", "--no-self-test")
 NO_GPU = not os.path.exists("/dev/kfd")
 
 
@@ -68,11 +71,10 @@ def test_the_body_under_torchrun_sees_what_the_connector_tier_sees(
 ) -> None:
     if not (trees / release).is_dir():
         pytest.skip(f"NOT RUN: no tree of vLLM {release} in KVCOVER_TREES")
-    result = launch(scenario(release, **changes), release, ("--loopback-test",), LIMIT_S)
+    result = launch(scenario(release, **changes), release, QUICK, LIMIT_S)
     assert (coverage(result), result.outcome) == (expected, outcome)
     backend = result.backend or {}
     assert (result.tier, backend["mori"], backend["launcher"]) == ("connector", "loopback", "torchrun")
-    assert backend["self_test"].startswith("passed: a good case is ok, one wrong byte is seen")
 
 
 @pytest.mark.vllm
@@ -94,7 +96,7 @@ def test_a_fault_of_each_class_acts_under_torchrun(
 ) -> None:
     if not (trees / "0.33.0").is_dir():
         pytest.skip("NOT RUN: no tree of vLLM 0.33.0 in KVCOVER_TREES")
-    result = launch(scenario("0.33.0", faults=[fault]), "0.33.0", ("--loopback-test",), LIMIT_S)
+    result = launch(scenario("0.33.0", faults=[fault]), "0.33.0", QUICK, LIMIT_S)
     assert (coverage(result), result.outcome) == (expected, outcome)
     assert [each.fired for each in result.faults] == [fired]
 
@@ -106,7 +108,7 @@ def test_a_users_modules_are_not_those_of_the_ranks(trees: Path, tmp_path: Path,
     if not (trees / "0.26.0").is_dir():
         pytest.skip("NOT RUN: no tree of vLLM 0.26.0 in KVCOVER_TREES")
     monkeypatch.chdir(litter(tmp_path, (*OURS, *OTHERS, "torch.py", "vllm.py", "zmq.py")))
-    assert coverage(launch(scenario("0.26.0"), "0.26.0", ("--loopback-test",), LIMIT_S)) == [1.0, 0.0]
+    assert coverage(launch(scenario("0.26.0"), "0.26.0", QUICK, LIMIT_S)) == [1.0, 0.0]
 
 
 @pytest.mark.vllm
@@ -118,7 +120,7 @@ def test_torchrun_by_hand_minds_no_module_called_as_ours(trees: Path, tmp_path: 
     given, written = tmp_path / "scenario.json", tmp_path / "result.json"
     given.write_bytes(msgspec.json.encode(scenario("0.26.0")))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
-    command += ["-m", "kvcover.real_backend.tiers.torchrun", str(given), "-o", str(written), "--vllm", "0.26.0", "--loopback-test"]
+    command += ["-m", "kvcover.real_backend.tiers.torchrun", str(given), "-o", str(written), "--vllm", "0.26.0", *QUICK]
     ours = litter(tmp_path, [name for name in OURS if not name.startswith("mori")])
     subprocess.run(command, cwd=ours, capture_output=True, timeout=LIMIT_S, check=False)
     assert coverage(read_result(written)) == [1.0, 0.0]
@@ -127,7 +129,7 @@ def test_torchrun_by_hand_minds_no_module_called_as_ours(trees: Path, tmp_path: 
 @pytest.mark.vllm
 @pytest.mark.slow
 def test_two_nodes_of_torchrun_meet(trees: Path, tmp_path: Path) -> None:
-    """Two agents, one with prefill's ranks and one with decode's, as on two machines."""
+    """Two agents, one with prefill's ranks and one with decode's, as on two machines; the session's own cases are between them."""
     if not (trees / "0.33.0").is_dir():
         pytest.skip("NOT RUN: no tree of vLLM 0.33.0 in KVCOVER_TREES")
     given, written = tmp_path / "scenario.json", tmp_path / "result.json"
@@ -147,7 +149,35 @@ def test_two_nodes_of_torchrun_meet(trees: Path, tmp_path: Path) -> None:
     finally:
         for agent in agents:
             agent.terminate()
-    assert coverage(read_result(written)) == [1.0, 1.0]
+    result = read_result(written)
+    assert coverage(result) == [1.0, 1.0]
+    assert (result.backend or {})["self_test"].startswith("passed: a good case is ok, one wrong byte is seen")
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_two_sessions_of_two_releases_are_confirmed(trees: Path, tmp_path: Path) -> None:
+    """As two images on MI300 are compared, from the scenario file to the verdict."""
+    needs("0.26.0", "0.27.0")
+    files = []
+    for release in ("0.26.0", "0.27.0"):
+        result = launch(scenario(release, router="toy-proxy 0.27.0"), release, ("--loopback-test",), LIMIT_S)
+        files.append(tmp_path / f"{release}.json")
+        files[-1].write_text(result.to_json())
+    before, after = read_pair(*map(str, files))
+    done = conclude(before, after, expect(before, None, None))
+    assert (done.verdict, "as the model of 0.26.0 says" in done.reason) == (CONFIRMED, True)
+    assert (before.backend or {})["self_test"].startswith("passed: a good case is ok, one wrong byte is seen")
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_a_connector_that_can_t_do_the_simplest_transfer_gives_no_result(trees: Path, tmp_path: Path) -> None:
+    needs("0.27.0")
+    line = "        return self.connector_worker.get_finished()"
+    tree = broken_tree(tmp_path, "0.27.0", "moriio_connector.py", line)
+    with pytest.raises(Inconclusive, match="self-test did not pass: the good case"):
+        launch(scenario("0.27.0"), str(tree), ("--loopback-test",), LIMIT_S)
 
 
 @pytest.mark.vllm
@@ -162,7 +192,7 @@ def test_two_nodes_of_torchrun_meet(trees: Path, tmp_path: Path) -> None:
 def test_a_fault_that_torchrun_cannot_bear_is_refused_there_too(trees: Path, fault: str, said: str) -> None:
     """Over several nodes torchrun is started by hand, and no tier has looked at the scenario before."""
     with pytest.raises(TierError, match=rf"faults\[0\]: {said}"):
-        launch(scenario("0.33.0", faults=[fault]), "0.33.0", ("--loopback-test",), LIMIT_S)
+        launch(scenario("0.33.0", faults=[fault]), "0.33.0", QUICK, LIMIT_S)
 
 
 @pytest.mark.vllm

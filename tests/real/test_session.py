@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -118,7 +119,12 @@ def test_a_case_that_fails_ends_the_session(tmp_path: Path, monkeypatch: pytest.
 def test_a_rank_that_dies_by_a_signal_ends_the_session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "4")
-    assert run_session(build({}), 2, tmp_path / "result.json", lambda _case: os.kill(os.getpid(), 9) or 0) == -9
+
+    def body(_case: Case) -> int:
+        os.kill(os.getpid(), signal.SIGKILL)
+        return 0
+
+    assert run_session(build({}), 2, tmp_path / "result.json", body) == -signal.SIGKILL
     assert not (tmp_path / "result.json").exists()
 
 

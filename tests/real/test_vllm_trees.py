@@ -90,6 +90,14 @@ def test_the_installed_vllm_is_listed(cache: Path, tmp_path: Path, monkeypatch: 
     assert "installed" in shown and "--vllm installed" in shown and "no vLLM here" not in shown
 
 
+def test_the_list_says_what_a_tree_is_if_it_calls_itself_something_else(cache: Path) -> None:
+    make_tree(cache / "0.27.0", "0.27.0")
+    made_up_tree(cache / "0.26.0", "0.33.0", "0.26.0")
+    right, wrong = sorted(CliRunner().invoke(command, ["list"]).output.splitlines(), key=len)
+    assert right.startswith("0.27.0") and "files" not in right
+    assert wrong.startswith("0.26.0") and wrong.endswith("0.33.0 by its connector's files")
+
+
 def test_a_working_copy_is_registered_and_forgotten_but_never_deleted(cache: Path, tmp_path: Path) -> None:
     copy = make_tree(tmp_path / "copy")
     trees.add_working_copy(copy)
