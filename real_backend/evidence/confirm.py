@@ -15,10 +15,11 @@ import msgspec
 from kvcover.real_backend.evidence.expected import Expected, by_model, by_report, given
 from kvcover.real_backend.evidence.reading import consistent, files_of
 from kvcover.real_backend.machine.environment import environment
+from kvcover.real_backend.machine.trees import Tree, choose
 from kvcover.sim.errors import InputError, short
 from kvcover.sim.releases.records import ALIASES, RELEASES
 from kvcover.sim.results.expect import disagreement, unproven
-from kvcover.sim.results.result import GOOD, OUTCOMES, Result
+from kvcover.sim.results.result import GOOD, OUTCOMES, Result, raced
 from kvcover.sim.scenario.routers import get_router
 from kvcover.sim.scenario.scenario import Scenario, build
 from kvcover.sim.tiers import Tier, load_tier
@@ -78,9 +79,15 @@ class Planned:
     vllms: tuple[str | None, str | None]
 
     def check(self) -> None:
-        """Raise TierError or InputError for what can't be run here. Runs nothing."""
+        """Raise TierError or InputError for what can't be run here, or is the same code twice. Runs nothing."""
+        files = []
         for scenario, vllm in zip(self.scenarios, self.vllms, strict=True):
             self.tier.check(scenario, vllm)
+            if self.tier.can.takes_vllm:
+                trees = trees_of(self.tier, scenario, vllm)
+                files.append([tree.files for tree in trees])
+        if files and files[0] == files[1]:
+            raise InputError("--after", f"{trees[0].label} is the connector that --before is", "give two that differ")
 
     def run(self) -> list[Result]:
         """Both results, before and after."""
@@ -101,6 +108,11 @@ def plan(data: Mapping[str, Any], before: str, after: str, tier: str) -> Planned
     scenarios = [_scenario(pinned, option, text, chosen) for option, text in (("--before", before), ("--after", after))]
     vllms = [None if _known(text) else text for text in (before, after)]
     return Planned(chosen, (scenarios[0], scenarios[1]), (vllms[0], vllms[1]))
+
+
+def trees_of(tier: Tier, scenario: Scenario, vllm: str | None) -> tuple[Tree, Tree]:
+    """The vLLMs that a real tier runs a scenario on; the hardware tier has the installed one unless another is given."""
+    return choose(vllm or ("installed" if tier.can.hardware else None), scenario.release, scenario.decode_release)
 
 
 def _known(text: str) -> bool:
@@ -237,4 +249,5 @@ def _judged(result: Result) -> tuple[str, str]:
 
 def _said(result: Result) -> str:
     release = result.release if result.release == result.decode_release else f"{result.release} → {result.decode_release}"
-    return f"{release} is {result.outcome} with coverage {result.coverage:.4g}"
+    race = " by luck (a race)" if result.outcome in GOOD and raced(result.checks) else ""
+    return f"{release} is {result.outcome}{race} with coverage {result.coverage:.4g}"

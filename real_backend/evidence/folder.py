@@ -15,11 +15,12 @@ from typing import Any
 import msgspec
 
 from kvcover.real_backend.driver import logs
+from kvcover.real_backend.evidence.confirm import trees_of
 from kvcover.real_backend.evidence.summary import summary
 from kvcover.real_backend.machine.checkout import checkout
 from kvcover.real_backend.machine.doctor import Place, examine, lacking
 from kvcover.real_backend.machine.environment import environment
-from kvcover.real_backend.machine.trees import choose
+from kvcover.real_backend.machine.trees import Tree
 from kvcover.real_backend.tiers.hardware import transport
 from kvcover.sim.commands.options import write_output
 from kvcover.sim.errors import InputError
@@ -101,25 +102,21 @@ def _new(path: str) -> Path:
 
 
 def surroundings(runs: Sequence[tuple[Scenario, str | None]], tier: str) -> dict[str, Any]:
-    """Versions and devices of this machine, variables that matter, and which vLLM each run has. No secrets, no paths."""
+    """Versions and devices of this machine, variables that matter, and which vLLMs run. No secrets, no paths."""
     variables = {name: os.environ[name] for name in _VARIABLES if name in os.environ}
-    real = load_tier(tier).can.takes_vllm
-    return environment() | {"variables": variables, "vllm": [_vllms(*run, tier) for run in runs] if real else []}
+    chosen = load_tier(tier)
+    trees = [tree for run in runs for tree in trees_of(chosen, *run)] if chosen.can.takes_vllm else []
+    return environment() | {"variables": variables, "vllm": [_about(tree) for tree in dict.fromkeys(trees)]}
 
 
-def _vllms(scenario: Scenario, vllm: str | None, tier: str) -> list[dict[str, Any]]:
-    given = vllm or ("installed" if load_tier(tier).can.hardware else None)
-    trees = choose(given, scenario.release, scenario.decode_release)
-    return [
-        {
-            "calls_itself": tree.version,
-            "is": tree.identity.text,
-            "kind": tree.kind,
-            "connector_files": dict(tree.files),
-            "git": checkout(tree.path) if tree.path else None,
-        }
-        for tree in dict.fromkeys(trees)
-    ]
+def _about(tree: Tree) -> dict[str, Any]:
+    return {
+        "calls_itself": tree.version,
+        "is": tree.identity.text,
+        "kind": tree.kind,
+        "connector_files": dict(tree.files),
+        "git": checkout(tree.path) if tree.path else None,
+    }
 
 
 def _doctor(tier: str) -> str:

@@ -36,6 +36,7 @@ from kvcover.real_backend.inside.vllm_setup import MORIIO_FOLDER
 from kvcover.sim.errors import InputError
 from kvcover.sim.results.result import Finding
 from tests.real.linked_tree import linked_tree
+from tests.real.made_up_trees import hash_made_up, made_up_tree
 from tests.real.test_connector_tier import needs
 
 MLA = {"model": "layers=2,mla=64+16"}
@@ -67,6 +68,11 @@ def test_the_public_fix_and_the_public_claim(tier: str, prefill: int, decode: in
     assert done.reason.startswith("the model predicts: ") == (tier == "model")
     assert done.before.scenario is not None and done.after.scenario is not None
     assert done.before.scenario["router"] == done.after.scenario["router"]
+
+
+def test_what_only_time_ordered_before_is_repaired_by_order() -> None:
+    done = confirm(sides(2, 2, mode="read", fabric="loopback"), "0.27.0", "0.33.0", "model")
+    assert (done.verdict, "0.27.0 is ok by luck (a race) with coverage 1 before" in done.reason) == (PREDICTED, True)
 
 
 def test_good_before_is_not_confirmed() -> None:
@@ -244,6 +250,15 @@ def test_what_can_not_be_confirmed_is_one_line(words: list[str], said: str) -> N
     done = command("confirm", *words)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
     assert said in done.stderr
+
+
+def test_one_connector_under_two_names_is_refused_before_it_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hash_made_up(monkeypatch)
+    trees = [str(made_up_tree(tmp_path / name, "0.26.0", name)) for name in ("0.26.0", "0.27.0")]
+    with pytest.raises(InputError, match="is the connector that --before is"):
+        plan(sides(2, 2), *trees, "connector").check()
+    other = made_up_tree(tmp_path / "other", "0.27.0", "0.26.0")
+    plan(sides(2, 2), trees[0], str(other), "connector").check()
 
 
 def test_a_report_brings_its_scenario_and_its_signature() -> None:

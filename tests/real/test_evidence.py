@@ -103,7 +103,7 @@ def test_no_secret_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 def test_what_a_tree_is_stands_beside_what_it_calls_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hash_made_up(monkeypatch)
     tree = made_up_tree(tmp_path / "copy", "0.27.0", "0.26.1.dev350+rocm723")
-    ((about,),) = folders.surroundings([(build({}), str(tree))], "connector")["vllm"]
+    (about,) = folders.surroundings([(build({}), str(tree))], "connector")["vllm"]
     assert (about["calls_itself"], about["is"], about["git"]) == ("0.26.1.dev350", "0.27.0", None)
     assert str(tmp_path) not in json.dumps(about)
 
