@@ -147,6 +147,9 @@ def read_pair(before: str, after: str) -> list[Result]:
         if scenarios[0].get(field) != scenarios[1].get(field):
             values = " and ".join(short(scenario.get(field, "the default")) for scenario in scenarios)
             raise InputError(place, f"are of two scenarios: {field} is {values}", "run one scenario on both")
+    devices = [str((result.backend or {}).get("device", "cpu")) for result in results]
+    if devices[0] != devices[1]:
+        raise InputError(place, f"had their caches in memory of {devices[0]} and of {devices[1]}", "run both on one kind")
     transports = [str((result.backend or {}).get("mori")).partition(" over ")[2] for result in results]
     if transports[0] != transports[1]:
         raise InputError(place, f"moved bytes by {transports[0]} and by {transports[1]}", "run both over one transport")

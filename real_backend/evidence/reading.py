@@ -15,6 +15,7 @@ import msgspec
 from kvcover.faults import EventFault
 from kvcover.faults.read import UnfitJson, plain_json
 from kvcover.real_backend.machine.identity import Identity, identify
+from kvcover.real_backend.tiers.report import ON_GPU
 from kvcover.sim.errors import InputError, short
 from kvcover.sim.releases.records import ALIASES
 from kvcover.sim.results.checkers import CHECKERS
@@ -100,7 +101,7 @@ def _of_scenario(result: Result, setup: Setup) -> Iterator[Contradiction]:
             yield f"{name} is {short(here)}, and {short(there)} in its scenario"
     if [each.fault for each in result.faults] != [str(fault) for fault in setup.faults]:
         yield "its faults are not those of its scenario"
-    if not result.replay.startswith(replay_line(scenario)):
+    if not result.replay.removeprefix(ON_GPU).startswith(replay_line(scenario)):
         yield "its replay line is of another scenario"
     if {check.name for check in result.checks} != {checker.name for checker in CHECKERS}:
         yield "its checks are not those of this kvcover"

@@ -22,6 +22,7 @@ import msgspec
 
 from kvcover.faults import EventFault
 from kvcover.real_backend.driver.trial import Limits, Trial
+from kvcover.real_backend.inside.gpu_worker import leave_no_handles
 from kvcover.real_backend.machine.trees import choose
 from kvcover.real_backend.tiers.connector import as_trees
 from kvcover.real_backend.tiers.hardware import hardware_tier
@@ -188,4 +189,6 @@ def _fork(case: Case, body: Callable[[Case], int], environment: dict[str, str]) 
             sys.stderr.flush()
         finally:
             os._exit(code)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    leave_no_handles(pid)
+    return code

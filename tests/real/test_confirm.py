@@ -256,7 +256,7 @@ def test_one_connector_under_two_names_is_refused_before_it_runs(tmp_path: Path,
     hash_made_up(monkeypatch)
     trees = [str(made_up_tree(tmp_path / name, "0.26.0", name)) for name in ("0.26.0", "0.27.0")]
     with pytest.raises(InputError, match="is the connector that --before is"):
-        plan(sides(2, 2), *trees, "connector").check()
+        plan(sides(2, 2), trees[0], trees[1], "connector").check()
     other = made_up_tree(tmp_path / "other", "0.27.0", "0.26.0")
     plan(sides(2, 2), trees[0], str(other), "connector").check()
 

@@ -188,6 +188,7 @@ ATTEMPTS: list[tuple[str, Edit, int, str]] = [
     # mixed up
     ("model and connector", lambda b, a: a.update(pair("model")[1]), WRONG, "connector and the model tier"),
     ("hardware and connector", lambda b, a: a.update(pair("hardware")[1]), WRONG, "connector and the hardware tier"),
+    ("another device", backend(AFTER, device="cuda"), WRONG, "in memory of cpu and of cuda"),
     ("another TP", scenario(AFTER, decode={"tp": 2}), WRONG, "two scenarios: decode"),
     ("another mode", scenario(AFTER, mode="read"), WRONG, "two scenarios: mode"),
     ("another seed", scenario(AFTER, seed=7), WRONG, "two scenarios: seed"),
