@@ -149,6 +149,8 @@ def _differences(wanted: Expect, seen: Result) -> Iterator[str]:
     if wanted.told is not None and set(wanted.told) != set(seen.sets.told):
         yield f"told {' '.join(wanted.told) or 'nobody'}, seen {' '.join(seen.sets.told) or 'nobody'}"
     race = signature(seen).race
+    if wanted.race and race is None and wanted.outcome in GOOD:  # all that was wrong is the race
+        yield "a race, which this tier does not see"
     if wanted.race is not None and race is not None and race != wanted.race:
         yield "a race, seen none" if wanted.race else "no race, seen one"
 

@@ -234,6 +234,14 @@ def test_what_does_not_confirm_is_not_confirmed(tmp_path: Path, confirm: Any, ed
     assert not text.startswith("CONFIRMED")
 
 
+def test_a_race_that_was_not_looked_for_is_not_repaired(tmp_path: Path, confirm: Any) -> None:
+    before, after = (real_result(release, **FIELDS | {"mode": "read", "fabric": "loopback"}) for release in ("0.27.0", "0.33.0"))
+    assert before["outcome"] == "ok"
+    check(BEFORE, "no-race", "unknown")(before, after)
+    code, text = confirm(*write(tmp_path, before, after))
+    assert (code, "a race, which this tier does not see" in text) == (3, True), text
+
+
 ON_HARDWARE: list[tuple[str, Edit, int, str]] = [
     ("no self-test", backend(AFTER, self_test=None), NOTHING, "not tested with a good case"),
     ("a self-test that failed", backend(BEFORE, self_test="one byte was made wrong, and that was not seen"), NOTHING, "not tested"),
