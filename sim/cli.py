@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 import click
 
 from kvcover import __version__
-from kvcover.sim.errors import InputError, nearest, plain, short
+from kvcover.sim.errors import Inconclusive, InputError, nearest, plain, short
 
 COMMANDS = {
     "run": "kvcover.sim.commands.run:command",
@@ -130,6 +130,8 @@ def _run() -> int:
         return stop.code if isinstance(stop.code, int) else 0
     except InputError as error:
         fail(str(error))
+    except Inconclusive as error:
+        fail(f"inconclusive: {error}", 3)
     except click.exceptions.NoArgsIsHelpError as error:
         click.echo(error.format_message())
         return 2

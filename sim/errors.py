@@ -37,6 +37,10 @@ class NotBegun(TierError):
     """A run that did not begin in the time that it was given: neither a pass nor a failure of anything."""
 
 
+class Inconclusive(KvcoverError):
+    """What was run can't vouch for what it shows: neither good nor bad. The command says why and exits with 3."""
+
+
 class PeerRefusal(KvcoverError):
     """A connector function raised: `error` is the exception class that the real code raises there.
 

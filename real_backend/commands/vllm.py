@@ -44,7 +44,8 @@ def list_() -> None:
         known.append(trees.installed())
     for tree in known:
         size = f"{trees.folder_mb(tree.path):5} MB" if tree.path and tree.kind == "cache" else " " * 8
-        click.echo(f"{tree.version or 'unknown':12} {tree.kind:12} {size}  {tree.path or '--vllm installed'}")
+        told = "" if tree.label == tree.version else f"  {tree.identity.text} by its connector's files"
+        click.echo(f"{tree.version or 'unknown':12} {tree.kind:12} {size}  {tree.path or '--vllm installed'}{told}")
     if not known:
         from kvcover.sim.releases.records import NEWEST
 

@@ -16,6 +16,7 @@ from kvcover.real_backend.driver.processes import Ports
 from kvcover.real_backend.driver.trial import Role, Trial
 from kvcover.real_backend.inside.gpu_worker import GpuWorker
 from kvcover.real_backend.inside.vllm_setup import LOOPBACK, MORIIO, EngineConfig, drop_legacy_timeout
+from kvcover.sim.cache.ledger import Count
 from kvcover.sim.errors import TierError
 
 
@@ -110,14 +111,32 @@ def record_posts(mori_io: Any) -> None:
 
 
 class DeviceWorker(GpuWorker):
-    """A rank whose peers in its TP group meet in a torchrun store, and whose caches are on `device`."""
+    """A rank whose peers in its TP group meet in a torchrun store, and whose caches are on `device`.
 
-    def __init__(self, trial: Trial, config: EngineConfig, tp_rank: int, ports: dict[Role, Ports], store: Any, device: str) -> None:
-        self._store = store
+    With `wrong_byte` one byte of what it received is wrong when it is first looked at, to see that this is seen.
+    """
+
+    def __init__(
+        self,
+        trial: Trial,
+        config: EngineConfig,
+        tp_rank: int,
+        ports: dict[Role, Ports],
+        store: Any,
+        device: str,
+        wrong_byte: bool = False,
+    ) -> None:
+        self._store, self._wrong_byte = store, wrong_byte
         # Below the faults, which are put in place next: what is recorded is what was posted. It is also kept: the library
         # writes into a status until its batch is complete, and a fault may let go of it before.
         record_posts(importlib.import_module("mori.io"))
         super().__init__(device, trial, config, tp_rank, Path(), ports, 0.0)
+
+    def grade(self, request: int, at_use: bool) -> Count:
+        if self._wrong_byte:
+            self._wrong_byte = False
+            self._views[0][0, self._blocks(request, self._cells[0])[0], 0, 0, 0] ^= 1
+        return super().grade(request, at_use)
 
     def _join_group(self, rendezvous: Path) -> None:
         """Make the TP group a world of its own, as vLLM wants it; `rendezvous` is a file that other nodes can't see."""

@@ -110,6 +110,7 @@ def describe(tree: Path | None) -> dict[str, Any]:
     return {
         "vllm": tree_version(folder) or str(getattr(vllm, "__version__", "unknown")),
         "connector_sha256": digest.hexdigest()[:16],
+        "connector_files": connector_files(folder),
         "torch": str(torch.__version__),
         "rocm": getattr(torch.version, "hip", None),
         "mori": "loopback",
@@ -117,6 +118,12 @@ def describe(tree: Path | None) -> dict[str, Any]:
         "python": sys.version.split()[0],
         "installed": tree is None,
     }
+
+
+def connector_files(tree: Path) -> dict[str, str]:
+    """Return the SHA-256 of each file of a tree's connector, by name."""
+    files = sorted((tree / MORIIO_FOLDER).glob("*.py"))
+    return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
 
 
 def tree_version(tree: Path) -> str | None:

@@ -5,6 +5,7 @@ Nothing is imported that a check asks about: files, package metadata and sockets
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import re
@@ -19,8 +20,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
-from kvcover.real_backend.machine.trees import cache, trees
-from kvcover.sim.errors import InputError
+from kvcover.real_backend.machine.trees import cache, installed, trees
+from kvcover.sim.errors import InputError, TierError
 from kvcover.sim.releases.records import NEWEST
 from kvcover.sim.results.verdict import PASS, Verdict, fail, inconclusive
 
@@ -48,14 +49,21 @@ class Look:
     how: str = ""
     tiers: tuple[str, ...] = ()
 
+    def __str__(self) -> str:
+        return f"{self.state:8} {self.name:16} {self.text}" + (f" → {self.how}" if self.how else "")
+
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """What is examined: the machine under `root`, a peer `host:port` if there is one, for MoRI over one transport."""
+    """What is examined: the machine under `root`, a peer `host:port` if there is one, for MoRI over one transport.
+
+    `purpose` is the command that is to run: `confirm` needs two vLLMs.
+    """
 
     root: Path = Path("/")
     peer: str | None = None
     transport: Literal["rdma", "xgmi"] = "rdma"
+    purpose: Literal["run", "confirm"] = "run"
 
     def read(self, path: str) -> str | None:
         """Return a small file's text without its ends, None if it isn't there."""
@@ -132,6 +140,22 @@ def _trees(place: Place) -> Iterator[Look]:
         yield Look("vLLM trees", "ok", ", ".join(tree.name for tree in found), tiers=("connector",))
     else:
         yield Look("vLLM trees", "missing", f"none in {cache()}", f"kvcover vllm add {NEWEST}", ("connector",))
+
+
+def _two_vllms(place: Place) -> Iterator[Look]:
+    """What `confirm` compares in one place: installed, added or registered, by their connector's files."""
+    if place.purpose != "confirm":
+        return
+    known = trees()
+    with contextlib.suppress(TierError):
+        known.append(installed())
+    different = {tree.files: tree.identity.text for tree in known}
+    told, needed = ", ".join(different.values()) or "none", (*_LOOPBACK, *_HARDWARE)
+    if len(different) > 1:
+        yield Look("two vLLMs", "ok", told, tiers=needed)
+    else:
+        how = "`kvcover vllm add` another, or `kvcover run -o FILE` in each of two containers and then `kvcover confirm FILE FILE`"
+        yield Look("two vLLMs", "missing", told, how, needed)
 
 
 def _memory_of_peers(place: Place) -> Iterator[Look]:
@@ -312,6 +336,7 @@ CHECKS: tuple[Callable[[Place], Iterator[Look]], ...] = (
     _system,
     _connector_extra,
     _trees,
+    _two_vllms,
     _memory_of_peers,
     _yama,
     _ports,

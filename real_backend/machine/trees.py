@@ -22,9 +22,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvcover.real_backend.inside.vllm_setup import MORIIO_FOLDER, tree_version, user_cache, version_file
+from kvcover.real_backend.inside.vllm_setup import MORIIO_FOLDER, connector_files, tree_version, user_cache, version_file
+from kvcover.real_backend.machine.identity import Identity, identify, number_of
 from kvcover.sim.errors import InputError, TierError, short
-from kvcover.sim.releases.records import ALIASES, RELEASES
+from kvcover.sim.releases.records import ALIASES, NEWEST, RELEASES
 
 _BUILD_NEEDS = ("torch", "setuptools", "setuptools_scm", "setuptools_rust", "wheel", "jinja2", "packaging")
 _RUN_NEEDS = ("torch", "zmq", "msgpack", "transformers", "pydantic", "numpy")
@@ -35,11 +36,15 @@ _EXTRA = "pip install 'kvcover[connector]'"
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """One vLLM. `path` None means the installed one; `version`, without what stands after a `+`, is None if nothing says it."""
+    """One vLLM. `path` None means the installed one; `version`, without what stands after a `+`, is None if nothing says it.
+
+    `files` are the names and hashes of its connector's files, which say what it is.
+    """
 
     path: Path | None
     version: str | None
     kind: str  # cache, folder, working copy or installed
+    files: tuple[tuple[str, str], ...] = ()
 
     @property
     def name(self) -> str:
@@ -49,15 +54,17 @@ class Tree:
         )
 
     @property
-    def release(self) -> str | None:
-        """The release that it is, or is a development version of (`0.27.1.dev3`, as ROCm images have); None if of no known one."""
-        found = re.match(r"\d+\.\d+\.\d+", self.version or "")
-        name = found[0] if found else ""
-        return name if name in RELEASES or name in ALIASES else None
+    def identity(self) -> Identity:
+        """Which release's connector it has."""
+        return identify(dict(self.files), self.version)
 
-    def is_of(self, release: str) -> bool:
-        """Whether it is the release of that name, or of its other name."""
-        return self.release is not None and ALIASES.get(self.release, self.release) == ALIASES.get(release, release)
+    @property
+    def label(self) -> str:
+        """What it calls itself and, where that is something else, what its files say."""
+        known, said = self.identity, self.version
+        if said is not None and known.exact and number_of(said) == known.release:
+            return said
+        return f"{f'vLLM {said}' if said else 'a vLLM of no known version'} ({known.text} by its connector's files)"
 
 
 def cache() -> Path:
@@ -71,10 +78,14 @@ def trees() -> list[Tree]:
     for folder, kind in ((os.environ.get("KVCOVER_TREES"), "folder"), (cache(), "cache")):
         for path in sorted(Path(folder).glob("[0-9]*")) if folder else ():
             if (path / MORIIO_FOLDER).is_dir():
-                found.setdefault(path.resolve(), Tree(path, tree_version(path) or path.name, kind))
+                found.setdefault(path.resolve(), _tree(path, tree_version(path) or path.name, kind))
     releases = sorted(found.values(), key=lambda tree: [int(part) for part in re.findall(r"\d+", tree.version or "")])
-    copies = [Tree(path, tree_version(path), "working copy") for path in _working_copies() if (path / MORIIO_FOLDER).is_dir()]
+    copies = [_tree(path, tree_version(path), "working copy") for path in _working_copies() if (path / MORIIO_FOLDER).is_dir()]
     return releases + copies
+
+
+def _tree(path: Path, version: str | None, kind: str) -> Tree:
+    return Tree(path, version, kind, tuple(connector_files(path).items()))
 
 
 def choose(vllm: str | None, release: str, decode_release: str | None) -> tuple[Tree, Tree]:
@@ -98,11 +109,11 @@ def find(text: str) -> Tree:
     path = path_of(text, "--vllm")
     if os.sep in text or path.is_dir():
         check_tree(path)
-        return _unambiguous(Tree(path.resolve(), tree_version(path), "working copy"))
+        return _unambiguous(_tree(path.resolve(), tree_version(path), "working copy"))
     for name in (text, ALIASES.get(text, text), *(alias for alias, same in ALIASES.items() if same == text)):
         for tree in trees():
             if tree.version == name and tree.kind != "working copy":
-                return _unambiguous(tree)
+                return _as_named(_unambiguous(tree), text)
     if not re.fullmatch(r"\d+\.\d+\.\d+\w*", text):
         raise TierError("--vllm", f"{text!r} is no release and no folder", "give a release such as 0.27.0, a path, or installed")
     raise TierError("--vllm", f"no vLLM {text} here", f"get it with `kvcover vllm add {text}`")
@@ -137,14 +148,36 @@ def _unambiguous(tree: Tree) -> Tree:
     return tree
 
 
+def _as_named(tree: Tree, name: str) -> Tree:
+    """Raise TierError if a tree that goes by a release's name has not that release's connector."""
+    if ALIASES.get(name, name) in RELEASES and not tree.identity.is_release(name):
+        text = f"{str(tree.path)!r} calls itself vLLM {tree.version}, and by its connector's files it is {tree.identity.text}"
+        raise TierError("--vllm", text, f"get the release anew with `kvcover vllm add {name}`, or give the tree by its path")
+    return tree
+
+
 def refuse_other_release(tree: Tree, release: str, place: str) -> None:
-    """Raise TierError unless a vLLM is the release that was asked for, or a development version with its number."""
-    if tree.is_of(release):
+    """Raise TierError unless a vLLM has the connector of the release that was asked for, whatever it calls itself."""
+    if tree.identity.is_release(release):
         return
     where = "installed" if tree.path is None else f"in {str(tree.path)!r}"
-    name_it = f", name {tree.release}" if tree.release else ""
+    name_it = f", name {tree.identity.release}" if tree.identity.exact else ""
     hint = f"run it where {release} is{name_it}, or give a vLLM by its folder (--vllm, --before, --after) and name no release"
-    raise TierError(place, f"asked for vLLM {release}, but {tree.version or 'one of no known version'} is {where}", hint)
+    raise TierError(place, f"asked for vLLM {release}, but {tree.label} is {where}", hint)
+
+
+def release_of(tree: Tree, asked: str) -> str:
+    """The release by whose rules a vLLM that was given is run: that of its connector's files, where they are of one.
+
+    A scenario that names no release asks for the newest. Raises InputError if it names one that the vLLM is not, unless it has
+    no release's connector and nothing else says what it is.
+    """
+    known = tree.identity
+    if asked == NEWEST or (known.release is None and tree.version is None):
+        return known.release or asked
+    if ALIASES.get(asked, asked) == known.release or (not known.exact and ALIASES.get(asked, asked) == number_of(tree.version)):
+        return asked
+    raise InputError("--vllm", f"{tree.label} is not the {asked} that the scenario asks for", "leave out one of the two")
 
 
 def check_machine() -> None:
@@ -160,12 +193,13 @@ def installed() -> Tree:
     spec = importlib.util.find_spec("vllm")
     if spec is None or not spec.submodule_search_locations:
         raise TierError("--vllm", "no vLLM is installed in this environment", "use `kvcover vllm add 0.27.0`")
-    check_tree(Path(next(iter(spec.submodule_search_locations))).parent)
+    folder = Path(next(iter(spec.submodule_search_locations))).parent
+    check_tree(folder)
     try:
         version = importlib.metadata.version("vllm").split("+")[0]
     except importlib.metadata.PackageNotFoundError:
         version = None
-    return Tree(None, version, "installed")
+    return Tree(None, version, "installed", tuple(connector_files(folder).items()))
 
 
 def _missing(names: tuple[str, ...]) -> list[str]:
@@ -191,7 +225,7 @@ def add_release(release: str, say: Callable[[str], None]) -> Tree:
     with _locked(home / f".lock-{release}", place):
         if (final / MORIIO_FOLDER).is_dir():
             say(f"vLLM {release} is there already: {final}")
-            return Tree(final, release, "cache")
+            return _tree(final, release, "cache")
         shutil.rmtree(partial, ignore_errors=True)
         try:
             _pip(release, partial, place, say)
@@ -200,7 +234,7 @@ def add_release(release: str, say: Callable[[str], None]) -> Tree:
             partial.replace(final)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
-    return Tree(final, release, "cache")
+    return _tree(final, release, "cache")
 
 
 def _verify(partial: Path, release: str, place: str) -> None:
@@ -254,7 +288,7 @@ def add_working_copy(path: Path) -> Tree:
     check_tree(path)
     path = path.resolve()
     _write_working_copies([*[known for known in _working_copies() if known != path], path])
-    return Tree(path, tree_version(path), "working copy")
+    return _tree(path, tree_version(path), "working copy")
 
 
 def remove(text: str) -> Tree:

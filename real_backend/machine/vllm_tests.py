@@ -17,7 +17,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from kvcover.real_backend.inside.vllm_setup import HOST, LOOPBACK
-from kvcover.real_backend.machine.trees import cache, check_tree, find
+from kvcover.real_backend.machine.trees import cache, check_tree, find, refuse_other_release
 from kvcover.sim.errors import TierError
 from kvcover.sim.releases.records import get_release
 from kvcover.sim.results.verdict import PASS, Verdict, fail, inconclusive
@@ -67,7 +67,10 @@ def find_tree(release: str, vllm: str | None) -> Path:
     Raises InputError for a release that there is no record of, TierError if there is no tree.
     """
     get_release(release, "RELEASE")
-    path = find(vllm or release).path
+    tree = find(vllm or release)
+    if tree.identity.exact:
+        refuse_other_release(tree, release, "--vllm")
+    path = tree.path
     if path is None:
         spec = find_spec("vllm")
         assert spec is not None and spec.submodule_search_locations is not None  # find() has looked

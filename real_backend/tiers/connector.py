@@ -19,15 +19,16 @@ from typing import Any
 
 import msgspec
 
+from kvcover.real_backend.driver import logs
 from kvcover.real_backend.driver.harness import Harness
 from kvcover.real_backend.driver.processes import device
 from kvcover.real_backend.driver.reports import RunSeen
 from kvcover.real_backend.driver.trial import Limits, Trial
-from kvcover.real_backend.machine.trees import Tree, check_machine, choose
+from kvcover.real_backend.machine.trees import Tree, check_machine, choose, release_of
 from kvcover.real_backend.tiers.declared import DRAWN, INJECTED, PINS, fit
 from kvcover.real_backend.tiers.report import to_result
 from kvcover.real_backend.tiers.translate import free_mb, memory_mb, refuse_unlike_layers, to_trial
-from kvcover.sim.errors import InputError, TierError
+from kvcover.sim.errors import TierError
 from kvcover.sim.progress import Progress, progress
 from kvcover.sim.releases.records import NEWEST
 from kvcover.sim.results.result import Result
@@ -60,7 +61,7 @@ class ConnectorTier(Tier):
 
     def release_of(self, vllm: str) -> str | None:
         prefill, decode = choose(vllm, NEWEST, None)
-        return prefill.release if prefill.release == decode.release else None
+        return prefill.identity.release if prefill.identity.release == decode.identity.release else None
 
     def _check(self, scenario: Scenario, vllm: str | None) -> None:
         _group([scenario], [vllm])
@@ -84,6 +85,7 @@ class ConnectorTier(Tier):
             finally:
                 for harness in harnesses:
                     harness.close()
+                logs.keep(Path(work))
         return [results[index] for index in range(len(scenarios))]
 
 
@@ -106,13 +108,10 @@ def _group(scenarios: Sequence[Scenario], vllms: Sequence[str | None]) -> list[_
 
 
 def as_trees(scenario: Scenario, trees: tuple[Tree, Tree]) -> Scenario:
-    """The scenario with the releases that `--vllm` says, as far as the trees know their own and the model knows them."""
-    known = [tree.release for tree in trees]
-    for tree, asked in zip(trees, (scenario.release, scenario.decode_release), strict=True):
-        if tree.version and asked not in (None, NEWEST) and not tree.is_of(str(asked)):
-            raise InputError("--vllm", f"{tree.version} is not the {asked} that the scenario asks for", "leave out one of the two")
-    prefill = known[0] or scenario.release
-    decode = known[1] or scenario.decode_release or scenario.release
+    """The scenario with the releases that the trees of `--vllm` are, as far as the model knows them."""
+    prefill = release_of(trees[0], scenario.release)
+    one = trees[0] == trees[1] and scenario.decode_release is None
+    decode = prefill if one else release_of(trees[1], scenario.decode_release or NEWEST)
     return msgspec.structs.replace(scenario, release=prefill, decode_release=None if decode == prefill else decode)
 
 

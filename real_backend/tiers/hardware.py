@@ -17,12 +17,13 @@ from typing import Any, Literal
 
 import msgspec
 
+from kvcover.real_backend.driver import logs
 from kvcover.real_backend.machine.doctor import Place, examine, lacking
 from kvcover.real_backend.machine.trees import choose, refuse_other_release
 from kvcover.real_backend.tiers.connector import as_trees
 from kvcover.real_backend.tiers.declared import DRAWN, INJECTED, fit
 from kvcover.real_backend.tiers.translate import refuse_unlike_layers, to_trial
-from kvcover.sim.errors import TierError
+from kvcover.sim.errors import Inconclusive, TierError
 from kvcover.sim.releases.records import NEWEST
 from kvcover.sim.results.result import Result
 from kvcover.sim.scenario.scenario import Scenario
@@ -55,7 +56,7 @@ class HardwareTier(Tier):
         fit(draft)
 
     def release_of(self, vllm: str) -> str | None:
-        return choose(vllm, NEWEST, None)[0].release
+        return choose(vllm, NEWEST, None)[0].identity.release
 
     def _check(self, scenario: Scenario, vllm: str | None) -> None:
         _as_run(scenario, vllm)
@@ -65,9 +66,16 @@ class HardwareTier(Tier):
     ) -> Sequence[Result | TierError]:
         planned = [_as_run(scenario, vllm) for scenario, vllm in zip(scenarios, vllms, strict=True)]  # before any takes minutes
         results: list[Result | TierError] = []
+        told: str | None = None  # what the session's own good case and wrong byte came to, before its first run
         for scenario, vllm in zip(planned, vllms, strict=True):
+            tested = () if told is None else ("--no-self-test",)
             try:
-                results.append(NOT_BEGUN if pace.over() else launch(scenario, vllm or "installed", ("--transport", transport())))
+                if pace.over():
+                    results.append(NOT_BEGUN)
+                    continue
+                result = launch(scenario, vllm or "installed", ("--transport", transport(), *tested))
+                told = told or (result.backend or {}).get("self_test")
+                results.append(msgspec.structs.replace(result, backend={**(result.backend or {}), "self_test": told}))
             except TierError as error:
                 if not keep_errors:
                     raise
@@ -118,7 +126,7 @@ def launch(scenario: Scenario, vllm: str, options: tuple[str, ...], limit_s: flo
     refuse_unlike_layers(trial)
     ranks = trial.ranks
     with tempfile.TemporaryDirectory(prefix="kvcover-") as work:
-        given, written, log = Path(work) / "scenario.json", Path(work) / "result.json", Path(work) / "log"
+        given, written, log = Path(work) / "scenario.json", Path(work) / "result.json", Path(work) / "torchrun.log"
         given.write_bytes(msgspec.json.encode(scenario))
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
         command += ["-m", "kvcover.real_backend.tiers.torchrun", str(given), "-o", str(written), "--vllm", vllm, *options]
@@ -130,14 +138,18 @@ def launch(scenario: Scenario, vllm: str, options: tuple[str, ...], limit_s: flo
                 )
             except subprocess.TimeoutExpired:
                 raise TierError("--tier hardware", f"no result after {limit_s:g} s: {_end_of(log)}", "run it again") from None
+            finally:
+                logs.keep(Path(work))
         if not written.exists():
             raise TierError("--tier hardware", f"the ranks gave no result: {_end_of(log)}", "see `kvcover doctor --tier hardware`")
         return read_result(written)
 
 
 def read_result(path: Path) -> Result:
-    """Read what the first rank wrote: a result, or the error that ended it."""
+    """Read what the first rank wrote: a result. Raises what ended it, Inconclusive if its session's self-test did."""
     data: dict[str, Any] = json.loads(path.read_text())
+    if "inconclusive" in data:
+        raise Inconclusive(data["inconclusive"])
     if "error" in data:
         raise TierError(*data["error"])
     return msgspec.convert(data, Result)

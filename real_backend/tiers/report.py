@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import datetime
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -10,7 +12,10 @@ import msgspec
 from kvcover.real_backend.driver.race import race_of
 from kvcover.real_backend.driver.reports import RunSeen
 from kvcover.real_backend.driver.trial import Trial
+from kvcover.real_backend.machine.environment import environment
+from kvcover.real_backend.machine.identity import Identity, identify, number_of
 from kvcover.real_backend.machine.trees import Tree
+from kvcover.sim.errors import TierError
 from kvcover.sim.results.chains import span
 from kvcover.sim.results.depart import steps_of
 from kvcover.sim.results.judge import judge
@@ -44,13 +49,30 @@ def to_result(
 
 
 def _release(tree: Tree, info: dict[str, Any], name: str) -> str:
-    """What ran: the tree's own version; a working copy that doesn't say its version goes under the scenario's."""
-    version = str(tree.version or info.get("vllm") or name)
-    return version if tree.kind != "working copy" else f"{version} ({tree.path.name if tree.path else 'installed'})"
+    """What ran, as the files that were imported say; a working copy with the name of its folder.
+
+    Raises TierError if these are not the files that were chosen, or if they are of another release than `name`, by whose rules
+    the scenario was run.
+    """
+    if tree.files and dict(tree.files) != info["connector_files"]:
+        text = "the connector that was imported is not the one that was chosen"
+        raise TierError("--vllm", text, "leave its files as they are while it runs, and no other vllm on PYTHONPATH")
+    known, said = identity_of(info), str(tree.version or info["vllm"] or name)
+    if known.exact and not known.is_release(name):
+        raise TierError("--vllm", f"the scenario was run as {name}, and what was imported is {known.text}", f"name {known.text}")
+    text = said if known.exact and number_of(said) == known.release else known.text if known.release else f"{said}, {known.text}"
+    return text if tree.kind != "working copy" else f"{text} ({tree.path.name if tree.path else 'installed'})"
+
+
+def identity_of(info: Mapping[str, Any]) -> Identity:
+    """Which connector an engine's processes imported, as `describe` tells of it."""
+    return identify(info["connector_files"], info["vllm"])
 
 
 def _backend(trial: Trial, seen: RunSeen, infos: tuple[dict[str, Any], dict[str, Any]]) -> dict[str, Any]:
-    prefill, decode = ({key: value for key, value in info.items() if key != "head_axis"} for info in infos)
+    prefill, decode = (
+        {key: value for key, value in info.items() if key != "head_axis"} | {"identity": identity_of(info).text} for info in infos
+    )
     race = race_of(trial, seen)
     return {
         "mori": "loopback",
@@ -64,6 +86,8 @@ def _backend(trial: Trial, seen: RunSeen, infos: tuple[dict[str, Any], dict[str,
             "defer_timeout": round(trial.limits.defer_s, 3),
             "recv_abort_timeout": round(trial.limits.read_abort_s, 3),
         },
+        "environment": environment(),
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "race": asdict(race) if race else None,
         "stories": [story(seen.record, request.index) for request in trial.setup.requests],
         "keys": msgspec.to_builtins(tell_keys(seen.record)),

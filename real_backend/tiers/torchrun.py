@@ -3,6 +3,7 @@
     torchrun --nnodes 2 --node-rank N --nproc-per-node 8 --master-addr HOST --master-port 29500 \\
         -m kvcover.real_backend.tiers.torchrun scenario.toml --vllm installed --transport rdma -o result.json
 
+Before the scenario a good case is run, and one with a wrong byte that must be seen; else the result says that nothing is shown.
 The first ranks are prefill's, in (dp, tp) order, then come decode's; all ranks of an engine must be on one node. Several
 ranks may share a GPU. The first rank of all also plays the router and writes the result.
 """
@@ -29,30 +30,24 @@ from typing import Any
 
 import msgspec
 
-from kvcover.faults import EventFault
 from kvcover.real_backend.driver.book import SharedInjector
 from kvcover.real_backend.driver.children import Children
 from kvcover.real_backend.driver.harness import drive
 from kvcover.real_backend.driver.processes import HOST, Child, Ports, ProcessDied, reserve_ports
 from kvcover.real_backend.driver.rank_faults import ProcessFaults
 from kvcover.real_backend.driver.reports import RunSeen
-from kvcover.real_backend.driver.trial import ROLES, Limits, Role, Trial
+from kvcover.real_backend.driver.trial import ROLES, Role, Trial
 from kvcover.real_backend.inside import scheduler
 from kvcover.real_backend.inside.device_worker import DeviceWorker, prepare_device, suit
 from kvcover.real_backend.inside.gpu_worker import leave_no_handles
 from kvcover.real_backend.inside.raising import raised_by
 from kvcover.real_backend.inside.vllm_setup import ConfigFactory, describe, prepare
-from kvcover.real_backend.machine.trees import Tree, choose, refuse_other_release
-from kvcover.real_backend.tiers.hardware import hardware_tier
+from kvcover.real_backend.machine.trees import Tree, choose, refuse_other_release, release_of
 from kvcover.real_backend.tiers.report import ON_GPU, to_result
-from kvcover.real_backend.tiers.translate import refuse_unlike_layers, to_trial
-from kvcover.sim.errors import InputError, TierError
-from kvcover.sim.releases.records import NEWEST
-from kvcover.sim.scenario.scenario import build, load
+from kvcover.real_backend.tiers.session import Case, begin, failure, give_up, require, run_session, trial_of
+from kvcover.sim.errors import Inconclusive, InputError, TierError
 
 _START_LIMIT_S = 300.0
-_REAL_LIMITS = Limits(transfer_s=30.0, defer_s=60.0, read_abort_s=60.0)
-_TEST_LIMITS = Limits(transfer_s=8.0, defer_s=10.0, read_abort_s=8.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,20 +117,14 @@ class Meeting:
         return json.loads(self.store.get(key))
 
 
-def join() -> Meeting:
-    """Join torchrun's rendezvous, and hide it from vLLM, whose worlds are smaller: one TP group each."""
+def join(case: str) -> Meeting:
+    """Join torchrun's rendezvous for a case, and hide it from vLLM, whose worlds are smaller: one TP group each."""
     torch: Any = importlib.import_module("torch")
-    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
-        raise TierError(
-            "kvcover.real_backend.tiers.torchrun",
-            "was not started by torchrun",
-            "torchrun --nproc-per-node N -m kvcover.real_backend.tiers.torchrun …",
-        )
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     store, rank, size = next(iter(torch.distributed.rendezvous("env://")))
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "ROLE_WORLD_SIZE"):
         os.environ.pop(name, None)
-    return Meeting(torch.distributed.PrefixStore("kvcover", store), rank, size, local_rank)
+    return Meeting(torch.distributed.PrefixStore(f"kvcover/{case}", store), rank, size, local_rank)
 
 
 def own_host(test: bool) -> str:
@@ -158,33 +147,37 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("-o", "--output", type=Path, required=True, help="file for the result, written by the first rank")
     parser.add_argument("--vllm", help="release, path or installed; of this node (default: the installed one, if it is named)")
     parser.add_argument("--transport", choices=("rdma", "xgmi"), default="rdma", help="what MoRI moves bytes by")
+    parser.add_argument("--no-self-test", action="store_true", help="the session's machine was tested just now; not for evidence")
     parser.add_argument("--loopback-test", action="store_true", help="over the stand-in: proves nothing of MoRI or a NIC")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="whose memory the stand-in uses")
     options = parser.parse_args(arguments)
-    meeting = join()
     try:
-        _be_rank(options, meeting)
+        scenario, prefill_ranks = begin(options.scenario, options.output, options.vllm, options.loopback_test)
     except InputError as error:
-        if meeting.rank == 0:
-            options.output.write_text(json.dumps({"error": [error.place, error.problem, error.hint]}))
-        print(f"kvcover: {error}", file=sys.stderr)
-        return 2
+        return give_up(error, options.output)
+    if options.no_self_test:
+        return _play(options, Case("run", scenario, options.output))
+    return run_session(scenario, prefill_ranks, options.output, lambda case: _play(options, case))
+
+
+def _play(options: argparse.Namespace, case: Case) -> int:
+    """Be a rank of a case."""
+    meeting = join(case.name)
+    try:
+        _be_rank(options, case, meeting)
+    except (InputError, Inconclusive) as error:
+        return give_up(error, case.output if meeting.rank == 0 else None)
     return 0
 
 
-def _be_rank(options: argparse.Namespace, meeting: Meeting) -> None:
-    scenario = build(load(options.scenario))
-    hardware_tier.refuse_undeclared(scenario)
-    trial = to_trial(scenario)
-    refuse_unlike_layers(trial)
-    own = _TEST_LIMITS if options.loopback_test else _REAL_LIMITS
-    limits = own.unless(scenario.timers)
-    trial = replace(trial, limits=replace(limits, read_abort_s=max(limits.read_abort_s, own.read_abort_s)))
-    _refuse_to_stall_the_leader(trial)
-    if meeting.size != trial.ranks:
-        raise TierError("torchrun", f"{meeting.size} processes for {trial.ranks} ranks", f"start {trial.ranks} in all")
+def _be_rank(options: argparse.Namespace, case: Case, meeting: Meeting) -> None:
+    scenario, test = case.scenario, options.loopback_test
+    trial = trial_of(scenario, test)
     mine = positions(trial)[meeting.rank]
-    test = options.loopback_test
+    if case.name == "run" and not options.no_self_test:
+        if meeting.rank == 0:
+            meeting.tell("self-test", case.self_test)
+        require(meeting.hear("self-test"))
     host = own_host(test)
     device = _device(meeting.local_rank) if not test or options.device == "cuda" else "cpu"
     tree = _tree(options.vllm, (mine.role == "decode" and scenario.decode_release) or scenario.release)
@@ -208,10 +201,10 @@ def _be_rank(options: argparse.Namespace, meeting: Meeting) -> None:
             listener = Listener((host, 0), authkey=_new_key(meeting))
             meeting.tell("listener", [host, listener.address[1]])
             leader = threading.Thread(
-                target=_lead, args=(options, meeting, trial, ports, Path(work), listener), daemon=True, name="leader"
+                target=_lead, args=(options, case, meeting, trial, ports, Path(work), listener), daemon=True, name="leader"
             )
             leader.start()
-        _serve(meeting, for_ranks, config, mine, ports, device)
+        _serve(meeting, for_ranks, config, mine, ports, device, case.wrong_byte)
         if leader is not None:
             leader.join()
 
@@ -219,17 +212,11 @@ def _be_rank(options: argparse.Namespace, meeting: Meeting) -> None:
 def _tree(vllm: str | None, release: str) -> Tree:
     """The vLLM of this node. Raises TierError if the scenario names another for the engine that is here."""
     tree = choose(vllm or "installed", release, release)[0]
-    if vllm is None or (tree.version and release != NEWEST):
+    if vllm is None:
         refuse_other_release(tree, release, "torchrun")
+    else:
+        release_of(tree, release)
     return tree
-
-
-def _refuse_to_stall_the_leader(trial: Trial) -> None:
-    """Raise TierError for a fault that would hold up the first rank, which leads the run."""
-    leader = trial.setup.prefill.rank_name(0, 0)
-    for index, fault in enumerate(trial.setup.faults):
-        if isinstance(fault, EventFault) and fault.kind == "stall-rank" and fault.target == leader:
-            raise TierError(f"faults[{index}]", f"{leader} leads the run here", "stall another rank, or use --tier connector")
 
 
 def _share_book(meeting: Meeting, trial: Trial, book: Path) -> Trial:
@@ -287,7 +274,9 @@ def _new_key(meeting: Meeting) -> bytes:
     return key
 
 
-def _serve(meeting: Meeting, trial: Trial, config: Any, mine: Position, ports: dict[Role, Ports], device: str) -> None:
+def _serve(
+    meeting: Meeting, trial: Trial, config: Any, mine: Position, ports: dict[Role, Ports], device: str, wrong_byte: bool
+) -> None:
     """Be a rank, and its engine's scheduler if it is the first of it, until the leader lets go."""
     host, port = meeting.hear("listener")
     key = bytes.fromhex(meeting.hear("key"))
@@ -300,7 +289,7 @@ def _serve(meeting: Meeting, trial: Trial, config: Any, mine: Position, ports: d
     steps, questions = connect("steps"), connect("questions")
     scheduler = connect("scheduler") if mine.tp == 0 else None
     try:
-        worker = DeviceWorker(trial, config, mine.tp, ports, meeting.store, device)
+        worker = DeviceWorker(trial, config, mine.tp, ports, meeting.store, device, wrong_byte and mine.role == "decode")
     except Exception as error:
         traceback.print_exc()
         raised = raised_by(trial.endpoint(mine.role).rank_name(mine.dp, mine.tp), error)
@@ -331,6 +320,7 @@ def _answer(worker: DeviceWorker, pipe: Connection) -> None:
 
 def _lead(
     options: argparse.Namespace,
+    case: Case,
     meeting: Meeting,
     trial: Trial,
     ports: dict[Role, Ports],
@@ -344,14 +334,12 @@ def _lead(
         started, book = time.monotonic(), SharedInjector(trial.setup.faults, work / "book")
         seen = drive(trial, children, ProcessFaults(trial, book), book, _START_LIMIT_S, started)
         abouts = [meeting.hear(f"about/{rank}") for rank in range(meeting.size)]
-        text = _result(options, trial, seen, abouts)
-    except InputError as error:
-        text = json.dumps({"error": [error.place, error.problem, error.hint]})
+        text = _result(options, case, trial, seen, abouts)
     except Exception as error:
-        text = json.dumps({"error": ["--tier hardware", f"the run failed: {type(error).__name__}: {error}", "report it"]})
-    partial = options.output.with_name(f".{options.output.name}.partial")
+        text = json.dumps(failure(error))
+    partial = case.output.with_name(f".{case.output.name}.partial")
     partial.write_text(text)
-    partial.replace(options.output)
+    partial.replace(case.output)
     for child in children.all():
         child.close()
 
@@ -381,14 +369,15 @@ def _collect(trial: Trial, children: Children, listener: Listener) -> None:
                 links[rank].pid = pid
 
 
-def _result(options: argparse.Namespace, trial: Trial, seen: RunSeen, abouts: list[dict[str, Any]]) -> str:
+def _result(options: argparse.Namespace, case: Case, trial: Trial, seen: RunSeen, abouts: list[dict[str, Any]]) -> str:
     infos = (abouts[0], abouts[-1])
     release = trial.setup.scenario.release
     leader = choose(options.vllm or "installed", release, release)[0]
-    decode = replace(leader, version=str(infos[1]["vllm"]))  # perhaps of another node
+    decode = replace(leader, version=str(infos[1]["vllm"]), files=())  # perhaps of another node
     result = to_result(trial, seen, (leader, decode), infos, options.vllm)
     hosts = {about["host"]: sorted({each["device"] for each in abouts if each["host"] == about["host"]}) for about in abouts}
-    backend = {**getattr(result, "backend", {}), "mori": abouts[0]["mori"], "launcher": "torchrun", "hosts": hosts}
+    own = {"mori": abouts[0]["mori"], "launcher": "torchrun", "hosts": hosts, "self_test": case.self_test}
+    backend = {**(result.backend or {}), **own}
     tier, replay = "connector", result.replay
     if not options.loopback_test:
         tier, replay = "hardware", result.replay.removeprefix(ON_GPU).replace("--tier connector", "--tier hardware")

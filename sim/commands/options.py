@@ -41,9 +41,11 @@ def tier_option(what: str = "Where to run", default: str = "model") -> Decorator
     return click.option("--tier", default=default, show_default=True, metavar="T", help=help_text)
 
 
-_SCENARIO: tuple[Decorator, ...] = (
+_RELEASES: tuple[Decorator, ...] = (
     click.option("--release", metavar="R", help="vLLM release of both engines, e.g. 0.33.0 (default: newest)."),
     click.option("--decode-release", metavar="R", help="Another release for decode."),
+)
+_FIELDS: tuple[Decorator, ...] = (
     click.option("--model", metavar="M", help="Preset, config.json, layers=2,kv_heads=8,head_dim=8, layers=2,mla=64+16."),
     click.option("--router", metavar="NAME", help="Who fills in the params, e.g. 'vllm-router 0.1.15' (default: toy-proxy)."),
     click.option("--fault", "faults", multiple=True, metavar="FAULT",
@@ -54,11 +56,14 @@ _SCENARIO: tuple[Decorator, ...] = (
                  help="Any other field of a scenario, e.g. timers.defer_timeout_s=5. Repeatable."),
     click.option("--seed", type=WholeNumber(), metavar="N", help="Decides ties between events of one instant."),
     tier_option(),
+)  # fmt: skip
+_JSON: Decorator = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
+_RESULT: tuple[Decorator, ...] = (
     click.option("--vllm", metavar="R|PATH|installed", help="The vLLM that a real tier runs (default: that of --release)."),
-    click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables."),
+    _JSON,
     click.option("-o", "--output", metavar="FILE", help="Write the JSON to a file as well."),
     click.option("--check", is_flag=True, help="Exit with 1 if the result is not as it should be, 3 if it shows nothing."),
-)  # fmt: skip
+)
 
 
 def _ask_for_progress(_ctx: click.Context, _param: click.Parameter, asked: bool) -> None:
@@ -94,7 +99,14 @@ def check_causes(causes: bool, budget: float | None) -> None:
 
 def scenario_options(function: Callable[..., Any]) -> Callable[..., Any]:
     """All options that describe a scenario and what to do with its result."""
-    for option in reversed((*_SCENARIO, progress_option)):
+    for option in reversed((*_RELEASES, *_FIELDS, *_RESULT, progress_option)):
+        function = option(function)
+    return function
+
+
+def field_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The options that describe a scenario for whichever release, and `--json`."""
+    for option in reversed((*_FIELDS, _JSON, progress_option)):
         function = option(function)
     return function
 

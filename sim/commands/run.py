@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import shlex
+import sys
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -32,6 +36,7 @@ if TYPE_CHECKING:
 @click.option("--mode", metavar="write|read", help="Prefill pushes (default) or decode pulls.")
 @click.option("--prefill", metavar="tp=N[,dp=N]", help="Size of the prefill engine.")
 @click.option("--decode", metavar="tp=N[,dp=N]", help="Size of the decode engine.")
+@click.option("--keep", metavar="DIR", help="Leave all evidence in a new folder, also if it fails: logs, versions, a summary.")
 @click.option("--trace", metavar="FILE", help="Write every event as a timeline for Perfetto or chrome://tracing.")
 @click.option("-v", "--verbose", is_flag=True, help="Of a real run: keys that were read of its legs, wrong cells, tracebacks.")
 @junit_option
@@ -42,6 +47,7 @@ def command(
     mode: str | None,
     prefill: str | None,
     decode: str | None,
+    keep: str | None,
     trace: str | None,
     verbose: bool,
     junit: str | None,
@@ -62,6 +68,7 @@ def command(
       faults = ["drop:remote_tp_size@prefill"]
       expect = {outcome = "corrupt", coverage = 0.125}
     """
+    from kvcover.sim.results.result import MEANING
     from kvcover.sim.tiers import load_tier, refuse_options
 
     check_causes(causes, budget)
@@ -76,12 +83,18 @@ def command(
     built = build_scenario(data)
     check_outputs(options["output"], junit, scenario, built.model)
     _check_trace(trace, options["output"], scenario, built.model)
-    result = tier.run(built, options["vllm"]) if trace is None else _run_traced(tier, built, trace, options["vllm"])
-    if causes:
-        from kvcover.sim.search.causes import explain
+    if keep is not None:
+        tier.check(built, options["vllm"])  # bad input leaves no folder
+    with _keeping(keep, tier.name, built, options["vllm"]) as kept:
+        result = tier.run(built, options["vllm"]) if trace is None else _run_traced(tier, built, trace, options["vllm"])
+        if causes:
+            from kvcover.sim.search.causes import explain
 
-        result = explain(built, budget)
-    write_output(options["output"], result.to_json() + "\n")
+            result = explain(built, budget)
+        if kept is not None:
+            kept.add("result", result)
+            kept.verdict = f"{result.outcome}: {MEANING[result.outcome]}"
+        write_output(options["output"], result.to_json() + "\n")
     if options["as_json"]:
         click.echo(result.to_json())
     else:
@@ -100,6 +113,15 @@ def command(
     write_junit(junit, "kvcover run", [cell], verdict)
     if asked:
         conclude(verdict)
+
+
+def _keeping(keep: str | None, tier: str, built: Scenario, vllm: str | None) -> contextlib.AbstractContextManager[Any]:
+    """The folder of evidence that `--keep` names, found by name as tiers are: the model needs no backend."""
+    if keep is None:
+        return contextlib.nullcontext()
+    keeping = import_module("kvcover.real_backend.evidence.folder").keeping
+    found: contextlib.AbstractContextManager[Any] = keeping(keep, shlex.join(["kvcover", *sys.argv[1:]]), tier, [(built, vllm)])
+    return found
 
 
 def _check_trace(path: str | None, output: str | None, *inputs: str | None) -> None:

@@ -118,6 +118,8 @@ def _line(line: str, place: str) -> Any:
 
 def result_of(row: Any, place: str) -> Result:
     """Plain data as a result. Raises InputError for another schema, and for fields that are missing or hold what they may not."""
+    if isinstance(row, dict) and "error" in row:
+        raise InputError(place, f"holds no result, but why there is none: {short(row['error'])}", "run it again")
     if not isinstance(row, dict) or not {"schema", "outcome", "coverage"} <= set(row):
         raise InputError(place, "is no result of kvcover", _HINT)
     if row["schema"] != RESULT_SCHEMA:

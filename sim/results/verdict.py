@@ -126,6 +126,8 @@ def _unexpected(result: Result, wanted: Expect) -> Iterator[str]:
         yield f"expected outcome {wanted.outcome}, got {result.outcome}"
     if wanted.coverage is not None and abs(wanted.coverage - result.coverage) > _NEAR:
         yield f"expected coverage {wanted.coverage:.6g}, got {result.coverage:.6g}"
+    if wanted.told is not None and set(wanted.told) != set(result.sets.told):
+        yield f"expected told {' '.join(wanted.told) or 'nobody'}, got {' '.join(result.sets.told) or 'nobody'}"
     if wanted.by_rank is not None:
         got = [rank.coverage for rank in result.by_rank]
         if len(wanted.by_rank) != len(got):

@@ -141,12 +141,14 @@ Outcome = Literal["ok", "refused", "recomputed", "failed", "degraded", "leak", "
 class Expect(_Strict, frozen=True):
     """What a result is compared with, by `--check` too, which wants `ok`, `refused` or `recomputed` where no outcome is named.
 
-    `race` says whether a race is to be found, on a tier that sees what orders events; left open, `--check` allows none.
+    `told` are the decode ranks that are told that their blocks are there. `race` says whether a race is to be found, on a tier
+    that sees what orders events; left open, `--check` allows none.
     """
 
     outcome: Outcome | None = None
     coverage: Annotated[float, Meta(ge=0, le=1)] | None = None
     by_rank: tuple[Annotated[float, Meta(ge=0, le=1)], ...] | None = None
+    told: tuple[str, ...] | None = None
     race: bool | None = None
 
 

@@ -212,23 +212,27 @@ class TierExploration:
 
 
 def against_model(real: Result) -> dict[str, list[Any]]:
-    """[model, real] for each field in which the model says something else of what was really run.
-
-    A handshake and the layers of a forward race, and so do requests that come at once; a real tier says nothing of how fast
-    they are or which comes first. So the model may be right with handshakes as long as a layer, or with some that take no
-    time, and with one of a few orders.
-    """
+    """[model, real] for each field in which the model says something else of what was really run, however it plays it."""
     race: Mapping[str, Any] = (real.backend or {}).get("race") or {}
     assert real.scenario is not None
-    scenario = build(real.scenario)
     found: dict[str, list[Any]] = {}
-    for timing, seed in itertools.product((scenario.timing, Timing(handshake_ns=0)), (scenario.seed, *_ORDERS)):
-        model = run(msgspec.structs.replace(scenario, timing=timing, seed=seed))
+    for model in plays(build(real.scenario)):
         differ = differences(view(model), view(real), tuple(race.get("omit", ())), tuple(race.get("instead", ())))
         if not differ:
             return {}
         found = found or differ
     return found
+
+
+def plays(scenario: Scenario) -> Iterator[Result]:
+    """What the model may say of a scenario that is really run.
+
+    A handshake and the layers of a forward race, and so do requests that come at once; a real tier says nothing of how fast
+    they are or which comes first. So the model may be right with handshakes as long as a layer, or with some that take no
+    time, and with one of a few orders.
+    """
+    for timing, seed in itertools.product((scenario.timing, Timing(handshake_ns=0)), (scenario.seed, *_ORDERS)):
+        yield run(msgspec.structs.replace(scenario, timing=timing, seed=seed))
 
 
 def _expect(real: Result) -> dict[str, Any]:

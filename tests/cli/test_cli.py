@@ -103,6 +103,8 @@ def test_a_matrix_as_markdown(kvcover: Any) -> None:
     ([*COLLAPSE, "--check"], 1),
     ([*COLLAPSE, "--set", 'expect={"outcome":"corrupt","coverage":0.125}'], 0),
     ([*COLLAPSE, "--set", 'expect={"coverage":0.25}'], 1),
+    ([*COLLAPSE, "--set", 'expect={"told":["D0"]}'], 1),
+    ([*COLLAPSE, "--set", 'expect={"told":["D0","D1","D2","D3","D4","D5","D6","D7"]}'], 0),
     (["run", "--fault", "drop:nothing", "--check"], 3),  # vacuous is never a pass
     (["run", "--fault", "drop:nothing"], 0),
 ])  # fmt: skip

@@ -150,7 +150,7 @@ COMMANDS: list[Case] = [
     ([""], ["''", "choose from", "run"]),
     (["--versoin"], ["--versoin", "no such option", "'--version'"]),
     (run("--relese", "0.26.0"), ["--relese", "no such option", "'--release'"]),
-    (run("-x"), ["-x", "no such option", "'-o'"]),
+    (run("-x"), ["-x", "no such option", "did you mean"]),
     (["matrix", "--prefil", "1"], ["--prefil", "no such option", "'--prefill'"]),
     (["models", "--jsno"], ["--jsno", "'--json'"]),
     (["faults", "--mode", "read"], ["--mode", "no such option", "'--json'"]),

@@ -18,12 +18,24 @@ import pytest
 
 from kvcover import build, run
 from kvcover.real_backend.evidence.compare import compare, read_named
-from kvcover.real_backend.evidence.confirm import CONFIRMED, INCONCLUSIVE, NOT_CONFIRMED, confirm, judge
+from kvcover.real_backend.evidence.confirm import (
+    CONFIRMED,
+    INCONCLUSIVE,
+    NOT_CONFIRMED,
+    NOT_PREDICTED,
+    PREDICTED,
+    Confirmation,
+    conclude,
+    expect,
+    judge,
+    plan,
+)
 from kvcover.real_backend.inside.raising import what_is_broken
 from kvcover.real_backend.inside.vllm_setup import MORIIO_FOLDER
 from kvcover.sim.errors import InputError
 from kvcover.sim.results.result import Finding
 from tests.real.linked_tree import linked_tree
+from tests.real.made_up_trees import hash_made_up, made_up_tree
 from tests.real.test_connector_tier import needs
 
 MLA = {"model": "layers=2,mla=64+16"}
@@ -31,6 +43,14 @@ MLA = {"model": "layers=2,mla=64+16"}
 
 def sides(prefill: int, decode: int, **more: Any) -> dict[str, Any]:
     return {**MLA, "prefill": {"tp": prefill}, "decode": {"tp": decode}, **more}
+
+
+def confirm(data: dict[str, Any], before: str, after: str, tier: str) -> Confirmation:
+    first, second = plan(data, before, after, tier).run()
+    return conclude(first, second, expect(first, None, None))
+
+
+PREDICTIONS = {CONFIRMED: PREDICTED, NOT_CONFIRMED: NOT_PREDICTED}
 
 
 @pytest.mark.parametrize("tier", ["model", pytest.param("connector", marks=pytest.mark.vllm)])
@@ -42,15 +62,21 @@ def test_the_public_fix_and_the_public_claim(tier: str, prefill: int, decode: in
     if tier == "connector":
         needs("0.26.0", "0.27.0")
     done = confirm(sides(prefill, decode), "0.26.0", "0.27.0", tier)
-    assert done.verdict == verdict
+    assert done.verdict == (PREDICTIONS[verdict] if tier == "model" else verdict)
     assert reason in done.reason
+    assert done.reason.startswith("the model predicts: ") == (tier == "model")
     assert done.before.scenario is not None and done.after.scenario is not None
     assert done.before.scenario["router"] == done.after.scenario["router"]
 
 
+def test_what_only_time_ordered_before_is_repaired_by_order() -> None:
+    done = confirm(sides(2, 2, mode="read", fabric="loopback"), "0.27.0", "0.33.0", "model")
+    assert (done.verdict, "0.27.0 is ok by luck (a race) with coverage 1 before" in done.reason) == (PREDICTED, True)
+
+
 def test_good_before_is_not_confirmed() -> None:
     done = confirm(sides(2, 2), "0.27.0", "0.33.0", "model")
-    assert (done.verdict, "nothing to repair" in done.reason) == (NOT_CONFIRMED, True)
+    assert (done.verdict, "nothing to repair" in done.reason) == (NOT_PREDICTED, True)
 
 
 def test_a_fault_that_never_fires_is_inconclusive() -> None:
@@ -132,9 +158,9 @@ def test_broken_code_is_inconclusive_on_either_side() -> None:
     bad, good = (run(build(sides(8, 8, release=release))) for release in ("0.26.0", "0.27.0"))
     broken = Finding(kind="broken", text="P0: NameError in start_load_kv: x", causes=["no fault of the protocol"])
     dead = msgspec.structs.replace(bad, outcome="crash", findings=[broken])
-    assert judge(bad, good)[0] == CONFIRMED
+    assert judge(bad, good, None)[0] == CONFIRMED
     for pair, when in (((dead, good), "before"), ((bad, dead), "after")):
-        verdict, reason = judge(*pair)
+        verdict, reason = judge(*pair, None)
         assert (verdict, reason.startswith(when), "NameError" in reason) == (INCONCLUSIVE, True, True)
 
 
@@ -181,32 +207,109 @@ def command(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-m", "kvcover", *words], capture_output=True, text=True, timeout=120)
 
 
-def test_the_command_writes_evidence_and_exits_by_verdict(tmp_path: Path) -> None:
-    file = tmp_path / "evidence.json"
-    words = ["--before", "0.26.0", "--after", "0.27.0", "--decode", "tp=8", "--model", MLA["model"], "-o", str(file)]
-    done = command("confirm", *words, "--prefill", "tp=8")
-    assert (done.returncode, done.stdout.split(":")[0]) == (0, CONFIRMED)
-    evidence = json.loads(file.read_text())
+def test_the_command_leaves_evidence_and_exits_by_verdict(tmp_path: Path) -> None:
+    folder = tmp_path / "evidence"
+    words = ["--before", "0.26.0", "--after", "0.27.0", "--decode", "tp=8", "--model", MLA["model"]]
+    done = command("confirm", *words, "--prefill", "tp=8", "-o", str(folder))
+    assert (done.returncode, done.stdout.split(":")[0]) == (0, PREDICTED)
+    assert "model tier: nothing real ran" in done.stdout
+    evidence = json.loads((folder / "confirmation.json").read_text())
     assert {"scenario", "scenario_sha256", "tier", "environment", "before", "after", "verdict"} <= set(evidence)
     assert {"kvcover", "python", "kernel", "torch", "rocm", "gpus", "nics"} <= set(evidence["environment"])
     assert evidence["before"]["result"]["outcome"] == "corrupt"
+    told = (folder / "summary.md").read_text()
+    assert told.startswith("**PREDICTED: the model predicts: 0.26.0 is corrupt with coverage 0.125 before")
+    assert "a prediction, nothing real ran" in told and "CONFIRMED" not in told
     assert command("confirm", *words, "--prefill", "tp=4").returncode == 1
-    assert command("confirm", *words, "--prefill", "tp=4", "--release", "0.27.0").returncode == 2
+
+
+@pytest.mark.parametrize("option", ["--release", "--decode-release", "--vllm", "--check"])
+def test_no_option_is_offered_that_is_refused(option: str) -> None:
+    assert f"  {option} " not in command("confirm", "--help").stdout
+    done = command("confirm", "--before", "0.26.0", "--after", "0.27.0", option, "0.27.0")
+    assert (done.returncode, "no such option" in done.stderr) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--before", "0.26.0"], "--after: is missing"),
+        (["--after", "0.26.0"], "--before: is missing"),
+        ([], "0 files and no vLLM"),
+        (["one.json"], "1 files and no vLLM"),
+        (["--before", "0.26.0", "--after", "0.26.0"], "is what --before is"),
+        (["--before", "0.25.0", "--after", "0.25.1"], "are the same connector"),
+        (["--before", "0.26.0", "--after", "0.27.0", "--report", "vllm#1"], "--report: no report 'vllm#1'"),
+        (["--before", "0.27.0", "--after", "0.33.0", "--report", "vllm#47764"], "has 0.27.0 ok; take for before 0.25.1–0.26.0"),
+        (["--before", "0.26.0", "--after", "0.27.0", "a.toml", "b.toml"], "one file too many"),
+        (["--before", "/no/such/tree", "--after", "0.27.0"], "the model tier has no release"),
+    ],
+)
+def test_what_can_not_be_confirmed_is_one_line(words: list[str], said: str) -> None:
+    done = command("confirm", *words)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert said in done.stderr
+
+
+def test_one_connector_under_two_names_is_refused_before_it_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hash_made_up(monkeypatch)
+    trees = [str(made_up_tree(tmp_path / name, "0.26.0", name)) for name in ("0.26.0", "0.27.0")]
+    with pytest.raises(InputError, match="is the connector that --before is"):
+        plan(sides(2, 2), trees[0], trees[1], "connector").check()
+    other = made_up_tree(tmp_path / "other", "0.27.0", "0.26.0")
+    plan(sides(2, 2), trees[0], str(other), "connector").check()
+
+
+def test_a_report_brings_its_scenario_and_its_signature() -> None:
+    words = ["--before", "0.26.0", "--after", "0.27.0", "--report", "vllm#47764", "--model", MLA["model"]]
+    done = command("confirm", *words)
+    assert (done.returncode, "corrupt with coverage 0.125 before, as vllm#47764 of 0.26.0 says" in done.stdout) == (0, True)
+    other = command("confirm", *words, "--prefill", "tp=4")
+    assert (other.returncode, "not what vllm#47764 of 0.26.0 says: outcome corrupt, seen hang" in other.stdout) == (3, True)
 
 
 @pytest.mark.vllm
 def test_evidence_of_the_connector_tier_names_what_ran(tmp_path: Path) -> None:
     needs("0.26.0", "0.27.0")
-    file = tmp_path / "evidence.json"
+    folder = tmp_path / "evidence"
     done = command("confirm", "--before", "0.26.0", "--after", "0.27.0", "--tier", "connector", "--prefill", "tp=2", "--decode", "tp=2",
-                   "--model", MLA["model"], "-o", str(file))  # fmt: skip
+                   "--model", MLA["model"], "-o", str(folder))  # fmt: skip
     assert (done.returncode, done.stderr) == (0, "")
-    evidence = json.loads(file.read_text())
+    evidence = json.loads((folder / "confirmation.json").read_text())
     ran = [evidence[when]["vllm"]["prefill"] for when in ("before", "after")]
     assert evidence["mori"] == "loopback"
-    assert [each["vllm"] for each in ran] == ["0.26.0", "0.27.0"]
+    assert [each["identity"] for each in ran] == ["0.26.0", "0.27.0"]
     assert ran[0]["connector_sha256"] != ran[1]["connector_sha256"]
-    assert str(Path.home()) not in file.read_text()
+    assert [file for file in folder.glob("logs/*.log") if file.stat().st_size]
+    for file in folder.glob("*.*"):
+        assert str(Path.home()) not in file.read_text()
+    again = command("confirm", str(folder / "before.json"), str(folder / "after.json"))
+    assert (again.returncode, again.stdout.split(":")[0]) == (0, CONFIRMED)
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("side", ["--before", "--after"])
+def test_a_tree_that_can_not_be_imported_leaves_evidence_and_no_verdict(tmp_path: Path, side: str) -> None:
+    """A missing library is no fault of the protocol, and nothing of it looks like one."""
+    needs("0.26.0", "0.27.0")
+    tree = linked_tree(tmp_path / "tree", "0.26.0", f"{MORIIO_FOLDER}/moriio_connector.py")
+    file = tree / MORIIO_FOLDER / "moriio_connector.py"
+    file.write_text("import no_such_library\n" + file.read_text())
+    sides = {"--before": "0.26.0", "--after": "0.27.0"} | {side: str(tree)}
+    folder = tmp_path / "evidence"
+    done = command("confirm", *(word for pair in sides.items() for word in pair), "--tier", "connector", "--prefill", "tp=2",
+                   "--decode", "tp=2", "--model", MLA["model"], "-o", str(folder))  # fmt: skip
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "no_such_library" in done.stderr
+    assert "INCONCLUSIVE: TierError" in (folder / "summary.md").read_text()
+    assert any("no_such_library" in log.read_text() for log in folder.glob("logs/*.log"))
+    (found,) = [
+        one
+        for pair in json.loads((folder / "environment.json").read_text())["vllm"]
+        for one in pair
+        if one["kind"] == "working copy"
+    ]
+    assert found["is"] == "derived from 0.26.0, 1 file differs"
 
 
 def test_compare_marks_what_differs(tmp_path: Path) -> None:

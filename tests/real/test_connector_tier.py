@@ -29,6 +29,7 @@ from kvcover.real_backend.tiers.connector import connector_tier
 from kvcover.real_backend.tiers.translate import to_trial
 from kvcover.sim.errors import InputError, TierError
 from tests.measured.test_measured import ROWS, observed, rounded, scenario_of
+from tests.real.made_up_trees import hash_made_up, made_up_tree
 from tests.unit.test_packaging import OTHERS, OURS, litter
 
 SMALL = {"model": "layers=2,mla=64+16", "prefill": {"tp": 2}, "decode": {"tp": 2}}
@@ -125,10 +126,8 @@ def test_a_port_in_use_is_passed_by(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_tree_of_another_release_than_the_scenarios_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVCOVER_CACHE", str(tmp_path))
     monkeypatch.setattr(trees, "_missing", lambda _names: [])
-    folder = tmp_path / "vllm" / "0.27.0"
-    (folder / MORIIO_FOLDER).mkdir(parents=True)
-    (folder / MORIIO_FOLDER / "moriio_connector.py").touch()
-    (folder / "vllm-0.27.0.dist-info").mkdir()
+    hash_made_up(monkeypatch)
+    made_up_tree(tmp_path / "vllm" / "0.27.0", "0.27.0", "0.27.0")
     monkeypatch.delenv("KVCOVER_TREES", raising=False)
     with pytest.raises(InputError, match="leave out one"):
         connector_tier.run(build(SMALL | {"release": "0.26.0"}), vllm="0.27.0")
@@ -137,10 +136,8 @@ def test_a_tree_of_another_release_than_the_scenarios_is_refused(tmp_path: Path,
 def test_a_tree_that_says_two_versions_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVCOVER_CACHE", str(tmp_path))
     monkeypatch.delenv("KVCOVER_TREES", raising=False)
-    folder = tmp_path / "vllm" / "0.26.0"
-    (folder / MORIIO_FOLDER).mkdir(parents=True)
-    (folder / MORIIO_FOLDER / "moriio_connector.py").touch()
-    (folder / "vllm-0.26.0.dist-info").mkdir()
+    hash_made_up(monkeypatch)
+    folder = made_up_tree(tmp_path / "vllm" / "0.26.0", "0.26.0", "0.26.0")
     version = folder / "vllm/_version.py"
     version.write_text("__version__ = version = '0.26.0+empty'\n")
     assert trees.find("0.26.0").version == trees.find(str(folder)).version == "0.26.0"

@@ -16,7 +16,10 @@ import pytest
 
 from kvcover.real_backend.machine import doctor
 from kvcover.real_backend.machine.doctor import Look, Place, examine, lacking, parse_peer
+from kvcover.real_backend.machine.hashes import KNOWN
+from kvcover.real_backend.machine.trees import Tree
 from kvcover.sim.errors import InputError
+from tests.real.made_up_trees import hash_made_up, made_up_tree
 
 
 def write(root: Path, path: str, text: str) -> None:
@@ -126,6 +129,20 @@ def test_trees_are_found_by_release(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert line(examine(Place(tmp_path)), "vLLM trees").state == "missing"
     (tmp_path / "trees/0.33.0/vllm/distributed/kv_transfer/kv_connector/v1/moriio").mkdir(parents=True)
     assert line(examine(Place(tmp_path)), "vLLM trees").text == "0.33.0"
+
+
+def test_confirm_needs_two_connectors_and_run_does_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hash_made_up(monkeypatch)
+    monkeypatch.setenv("KVCOVER_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv("KVCOVER_TREES", raising=False)
+    monkeypatch.setattr(doctor, "installed", lambda: Tree(None, "0.27.0", "installed", tuple(KNOWN["0.27.0"].items())))
+    asked = Place(tmp_path, purpose="confirm")
+    made_up_tree(tmp_path / "cache/vllm/0.27.0", "0.27.0", "0.27.0")
+    assert (line(examine(asked), "two vLLMs").state, line(examine(asked), "two vLLMs").text) == ("missing", "0.27.0")
+    assert "two vLLMs" not in {each.name for each in examine(Place(tmp_path))}
+    assert {"two vLLMs"} <= {each.name for each in lacking(examine(asked), "hardware")}
+    made_up_tree(tmp_path / "cache/vllm/0.26.0", "0.26.0", "0.26.0")
+    assert (line(examine(asked), "two vLLMs").state, line(examine(asked), "two vLLMs").text) == ("ok", "0.26.0, 0.27.0")
 
 
 def test_a_peer_that_listens_and_one_that_does_not() -> None:

@@ -19,22 +19,28 @@ import msgspec
 import numpy as np
 import pytest
 
-from kvcover.real_backend.evidence.confirm import confirm
+from kvcover import run
+from kvcover.real_backend.evidence.confirm import CONFIRMED, conclude, expect, plan, read_pair
 from kvcover.real_backend.inside.cells import cells_of
 from kvcover.real_backend.inside.device_worker import record_posts
-from kvcover.real_backend.inside.vllm_setup import MORIIO_FOLDER
 from kvcover.real_backend.machine import trees
 from kvcover.real_backend.machine.doctor import Look
+from kvcover.real_backend.machine.hashes import KNOWN
+from kvcover.real_backend.machine.identity import number_of
 from kvcover.real_backend.machine.trees import Tree
 from kvcover.real_backend.tiers import hardware
 from kvcover.real_backend.tiers.hardware import hardware_tier, launch, read_result, transport
 from kvcover.real_backend.tiers.translate import to_trial
-from kvcover.sim.errors import InputError, TierError
+from kvcover.sim.errors import Inconclusive, InputError, TierError
 from kvcover.sim.results.result import Result
 from kvcover.sim.scenario.scenario import Scenario, build
+from tests.real.made_up_trees import hash_made_up, made_up_tree
+from tests.real.test_confirm import broken_tree
+from tests.real.test_connector_tier import needs
 from tests.unit.test_packaging import OTHERS, OURS, litter
 
 LIMIT_S = 300.0
+QUICK = ("--loopback-test", "--no-self-test")
 NO_GPU = not os.path.exists("/dev/kfd")
 
 
@@ -65,9 +71,9 @@ def test_the_body_under_torchrun_sees_what_the_connector_tier_sees(
 ) -> None:
     if not (trees / release).is_dir():
         pytest.skip(f"NOT RUN: no tree of vLLM {release} in KVCOVER_TREES")
-    result = launch(scenario(release, **changes), release, ("--loopback-test",), LIMIT_S)
+    result = launch(scenario(release, **changes), release, QUICK, LIMIT_S)
     assert (coverage(result), result.outcome) == (expected, outcome)
-    backend = getattr(result, "backend", {})
+    backend = result.backend or {}
     assert (result.tier, backend["mori"], backend["launcher"]) == ("connector", "loopback", "torchrun")
 
 
@@ -90,7 +96,7 @@ def test_a_fault_of_each_class_acts_under_torchrun(
 ) -> None:
     if not (trees / "0.33.0").is_dir():
         pytest.skip("NOT RUN: no tree of vLLM 0.33.0 in KVCOVER_TREES")
-    result = launch(scenario("0.33.0", faults=[fault]), "0.33.0", ("--loopback-test",), LIMIT_S)
+    result = launch(scenario("0.33.0", faults=[fault]), "0.33.0", QUICK, LIMIT_S)
     assert (coverage(result), result.outcome) == (expected, outcome)
     assert [each.fired for each in result.faults] == [fired]
 
@@ -102,7 +108,7 @@ def test_a_users_modules_are_not_those_of_the_ranks(trees: Path, tmp_path: Path,
     if not (trees / "0.26.0").is_dir():
         pytest.skip("NOT RUN: no tree of vLLM 0.26.0 in KVCOVER_TREES")
     monkeypatch.chdir(litter(tmp_path, (*OURS, *OTHERS, "torch.py", "vllm.py", "zmq.py")))
-    assert coverage(launch(scenario("0.26.0"), "0.26.0", ("--loopback-test",), LIMIT_S)) == [1.0, 0.0]
+    assert coverage(launch(scenario("0.26.0"), "0.26.0", QUICK, LIMIT_S)) == [1.0, 0.0]
 
 
 @pytest.mark.vllm
@@ -114,7 +120,7 @@ def test_torchrun_by_hand_minds_no_module_called_as_ours(trees: Path, tmp_path: 
     given, written = tmp_path / "scenario.json", tmp_path / "result.json"
     given.write_bytes(msgspec.json.encode(scenario("0.26.0")))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
-    command += ["-m", "kvcover.real_backend.tiers.torchrun", str(given), "-o", str(written), "--vllm", "0.26.0", "--loopback-test"]
+    command += ["-m", "kvcover.real_backend.tiers.torchrun", str(given), "-o", str(written), "--vllm", "0.26.0", *QUICK]
     ours = litter(tmp_path, [name for name in OURS if not name.startswith("mori")])
     subprocess.run(command, cwd=ours, capture_output=True, timeout=LIMIT_S, check=False)
     assert coverage(read_result(written)) == [1.0, 0.0]
@@ -123,7 +129,7 @@ def test_torchrun_by_hand_minds_no_module_called_as_ours(trees: Path, tmp_path: 
 @pytest.mark.vllm
 @pytest.mark.slow
 def test_two_nodes_of_torchrun_meet(trees: Path, tmp_path: Path) -> None:
-    """Two agents, one with prefill's ranks and one with decode's, as on two machines."""
+    """Two agents, one with prefill's ranks and one with decode's, as on two machines; the session's own cases are between them."""
     if not (trees / "0.33.0").is_dir():
         pytest.skip("NOT RUN: no tree of vLLM 0.33.0 in KVCOVER_TREES")
     given, written = tmp_path / "scenario.json", tmp_path / "result.json"
@@ -143,7 +149,35 @@ def test_two_nodes_of_torchrun_meet(trees: Path, tmp_path: Path) -> None:
     finally:
         for agent in agents:
             agent.terminate()
-    assert coverage(read_result(written)) == [1.0, 1.0]
+    result = read_result(written)
+    assert coverage(result) == [1.0, 1.0]
+    assert (result.backend or {})["self_test"].startswith("passed: a good case is ok, one wrong byte is seen")
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_two_sessions_of_two_releases_are_confirmed(trees: Path, tmp_path: Path) -> None:
+    """As two images on MI300 are compared, from the scenario file to the verdict."""
+    needs("0.26.0", "0.27.0")
+    files = []
+    for release in ("0.26.0", "0.27.0"):
+        result = launch(scenario(release, router="toy-proxy 0.27.0"), release, ("--loopback-test",), LIMIT_S)
+        files.append(tmp_path / f"{release}.json")
+        files[-1].write_text(result.to_json())
+    before, after = read_pair(*map(str, files))
+    done = conclude(before, after, expect(before, None, None))
+    assert (done.verdict, "as the model of 0.26.0 says" in done.reason) == (CONFIRMED, True)
+    assert (before.backend or {})["self_test"].startswith("passed: a good case is ok, one wrong byte is seen")
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_a_connector_that_can_t_do_the_simplest_transfer_gives_no_result(trees: Path, tmp_path: Path) -> None:
+    needs("0.27.0")
+    line = "        return self.connector_worker.get_finished()"
+    tree = broken_tree(tmp_path, "0.27.0", "moriio_connector.py", line)
+    with pytest.raises(Inconclusive, match="self-test did not pass: the good case"):
+        launch(scenario("0.27.0"), str(tree), ("--loopback-test",), LIMIT_S)
 
 
 @pytest.mark.vllm
@@ -158,7 +192,7 @@ def test_two_nodes_of_torchrun_meet(trees: Path, tmp_path: Path) -> None:
 def test_a_fault_that_torchrun_cannot_bear_is_refused_there_too(trees: Path, fault: str, said: str) -> None:
     """Over several nodes torchrun is started by hand, and no tier has looked at the scenario before."""
     with pytest.raises(TierError, match=rf"faults\[0\]: {said}"):
-        launch(scenario("0.33.0", faults=[fault]), "0.33.0", ("--loopback-test",), LIMIT_S)
+        launch(scenario("0.33.0", faults=[fault]), "0.33.0", QUICK, LIMIT_S)
 
 
 @pytest.mark.vllm
@@ -196,35 +230,44 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[Scenario]:
     """The scenarios that would be launched on a machine that has all that the tier needs."""
     launched: list[Scenario] = []
 
-    def launch(given: Scenario, *_rest: Any) -> Any:
+    def launch(given: Scenario, _vllm: str, options: tuple[str, ...]) -> Result:
+        assert ("--no-self-test" in options) == bool(launched)  # a session is tested once
         launched.append(given)
+        own = {} if "--no-self-test" in options else {"self_test": "passed: in this double"}
+        return msgspec.structs.replace(run(build({"fabric": "loopback"})), backend=own)
 
     monkeypatch.setattr(hardware, "check_hardware", lambda _transport: None)
     monkeypatch.setattr(hardware, "launch", launch)
     return launched
 
 
-def install(monkeypatch: pytest.MonkeyPatch, version: str | None) -> None:
-    monkeypatch.setattr(trees, "installed", lambda: Tree(None, version, "installed"))
+def install(monkeypatch: pytest.MonkeyPatch, version: str | None, connector: str = "") -> None:
+    """A vLLM that calls itself `version` and has the connector of a release: of the one that it names, unless said."""
+    files = KNOWN.get(connector or number_of(version) or "", {})
+    monkeypatch.setattr(trees, "installed", lambda: Tree(None, version, "installed", tuple(files.items())))
 
 
 @pytest.mark.parametrize(
-    ("version", "release", "good"),
+    ("version", "connector", "release", "good"),
     [
-        ("0.26.0", "0.26.0", True),
-        ("0.25.1", "0.25.0", True),  # two names of one connector
-        ("0.27.0", "0.27.1", True),
-        ("0.27.1.dev3", "0.27.0", True),  # as ROCm images have it, without what follows the +
-        ("0.27.0", "0.26.0", False),
-        ("0.26.1.dev350", "0.26.0", False),  # of no release: on its way from 0.26.0 to what may be another connector
-        ("0.27.0", "0.33.0", False),  # the newest is named too, even if only by default
-        (None, "0.27.0", False),
+        ("0.26.0", "", "0.26.0", True),
+        ("0.25.1", "", "0.25.0", True),  # two names of one connector
+        ("0.27.0", "", "0.27.1", True),
+        ("0.27.1.dev3", "", "0.27.0", True),  # as ROCm images have it, without what follows the +
+        ("0.27.0", "", "0.26.0", False),
+        ("0.26.1.dev350", "", "0.26.0", False),  # of no release: on its way from 0.26.0 to what may be another connector
+        ("0.26.1.dev350", "0.26.0", "0.26.0", True),  # what it is, its files say
+        ("0.26.1.dev350", "0.27.0", "0.27.0", True),
+        ("0.26.0", "0.33.0", "0.26.0", False),
+        ("0.27.0", "", "0.33.0", False),  # the newest is named too, even if only by default
+        (None, "", "0.27.0", False),
+        (None, "0.27.0", "0.27.0", True),
     ],
 )
 def test_the_installed_vllm_runs_only_as_the_release_that_it_is(
-    monkeypatch: pytest.MonkeyPatch, runs: list[Scenario], version: str | None, release: str, good: bool
+    monkeypatch: pytest.MonkeyPatch, runs: list[Scenario], version: str | None, connector: str, release: str, good: bool
 ) -> None:
-    install(monkeypatch, version)
+    install(monkeypatch, version, connector)
     if good:
         hardware_tier.run(scenario(release))
         assert [each.release for each in runs] == [release]
@@ -234,27 +277,37 @@ def test_the_installed_vllm_runs_only_as_the_release_that_it_is(
         assert "\n" not in str(error.value) and runs == []
 
 
+def test_every_result_of_a_session_says_how_it_was_tested(monkeypatch: pytest.MonkeyPatch, runs: list[Scenario]) -> None:
+    install(monkeypatch, "0.33.0")
+    results = hardware_tier.many([scenario("0.33.0"), scenario("0.33.0", seed=1)])
+    assert [(each.backend or {})["self_test"] for each in results] == ["passed: in this double"] * 2
+
+
 def test_two_releases_need_two_vllms(monkeypatch: pytest.MonkeyPatch, runs: list[Scenario]) -> None:
     install(monkeypatch, "0.26.0")
     with pytest.raises(TierError, match=r"asked for vLLM 0\.27\.0, but 0\.26\.0 is installed"):
         hardware_tier.run(scenario("0.26.0", decode_release="0.27.0"))
     for before, after in (("0.26.0", "0.27.0"), ("0.27.0", "0.26.0")):
         with pytest.raises(TierError, match=r"asked for vLLM 0\.27\.0, but 0\.26\.0 is installed"):
-            confirm({"prefill": {"tp": 2}, "decode": {"tp": 2}}, before, after, "hardware")
+            plan({"prefill": {"tp": 2}, "decode": {"tp": 2}}, before, after, "hardware").run()
     assert runs == []  # also where the first of them could have run
 
 
 def test_a_vllm_of_no_release_is_given_by_its_folder(monkeypatch: pytest.MonkeyPatch, runs: list[Scenario], tmp_path: Path) -> None:
-    (tmp_path / MORIIO_FOLDER).mkdir(parents=True)
-    (tmp_path / MORIIO_FOLDER / "moriio_connector.py").touch()
-    (tmp_path / "vllm-0.26.1.dev350+rocm723.dist-info").mkdir()
-    hardware_tier.run(build({"prefill": {"tp": 2}, "decode": {"tp": 2}}), vllm=str(tmp_path))
+    hash_made_up(monkeypatch)
+    unknown = made_up_tree(tmp_path / "unknown", "a connector of its own", "0.26.1.dev350+rocm723")
+    any_release = build({"prefill": {"tp": 2}, "decode": {"tp": 2}})
+    hardware_tier.run(any_release, vllm=str(unknown))
     assert len(runs) == 1
-    with pytest.raises(InputError, match=r"0\.26\.1\.dev350 is not the 0\.26\.0 that the scenario asks for"):
-        hardware_tier.run(scenario("0.26.0"), vllm=str(tmp_path))
-    (tmp_path / "vllm-0.26.1.dev350+rocm723.dist-info").rename(tmp_path / "vllm-0.26.0.dist-info")
-    hardware_tier.run(build({"prefill": {"tp": 2}, "decode": {"tp": 2}}), vllm=str(tmp_path))
-    assert runs[-1].release == "0.26.0"  # and its rules with it
+    runs.clear()
+    with pytest.raises(InputError, match=r"0\.26\.1\.dev350 .* is not the 0\.26\.0 that the scenario asks for"):
+        hardware_tier.run(scenario("0.26.0"), vllm=str(unknown))
+    image = made_up_tree(tmp_path / "image", "0.26.0", "0.26.1.dev350+rocm723")
+    hardware_tier.run(any_release, vllm=str(image))
+    assert runs.pop().release == "0.26.0"  # and its rules with it
+    renamed = made_up_tree(tmp_path / "renamed", "0.33.0", "0.26.0")
+    hardware_tier.run(any_release, vllm=str(renamed))
+    assert runs[-1].release == "0.33.0"
 
 
 @pytest.mark.parametrize(
@@ -265,6 +318,7 @@ def test_a_vllm_of_no_release_is_given_by_its_folder(monkeypatch: pytest.MonkeyP
         ("installed", "0.27.0", "0.26.0", False),
         ("installed", "0.34.0.dev1", "0.33.0", True),  # the newest is what a scenario says that names none
         ("installed", None, "0.26.0", True),  # nothing says what it is but the user
+        ("installed", "0.26.1.dev3", "0.27.0", False),
     ],
 )
 def test_each_node_refuses_a_vllm_that_its_engine_is_not_named_for(
@@ -277,7 +331,7 @@ def test_each_node_refuses_a_vllm_that_its_engine_is_not_named_for(
     if good:
         assert _tree(vllm, release).version == version
     else:
-        with pytest.raises(TierError, match=f"asked for vLLM {release}"):
+        with pytest.raises(InputError, match=rf"asked for vLLM {release}|is not the {release} that the scenario asks for"):
             _tree(vllm, release)
 
 

@@ -10,6 +10,7 @@ import pytest
 from kvcover.real_backend.machine import vllm_tests
 from kvcover.real_backend.machine.vllm_tests import find_tests, find_tree, run_tests
 from kvcover.sim.errors import InputError, TierError
+from tests.real.made_up_trees import hash_made_up, made_up_tree
 
 REPORT = """<?xml version="1.0"?><testsuites><testsuite name="pytest" tests="5" time="2.5">
 <testcase classname="tests.v1.kv_connector.unit.test_moriio_a" name="test_one[x.y]" time="0.1"/>
@@ -33,6 +34,14 @@ def test_passed_failed_and_skipped_are_counted_by_file_with_their_reasons(tmp_pa
     assert report.reasons == {"needs aiter": 1, "only on ROCm's image": 1}
     assert report.failures[0] == "test_moriio_a::test_two: assert 1 == 2"
     assert report.seconds == 2.5
+
+
+def test_the_tests_of_a_release_are_not_run_on_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hash_made_up(monkeypatch)
+    tree = made_up_tree(tmp_path / "copy", "0.33.0", "0.26.0")
+    with pytest.raises(TierError, match=r"asked for vLLM 0\.26\.0, but vLLM 0\.26\.0 \(0\.33\.0 by its connector's files\)"):
+        find_tree("0.26.0", str(tree))
+    assert find_tree("0.33.0", str(tree)) == tree
 
 
 def test_a_checkout_has_its_own_tests_and_only_those_about_moriio_run(tmp_path: Path) -> None:

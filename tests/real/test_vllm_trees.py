@@ -15,23 +15,20 @@ from kvcover.real_backend.commands.vllm import command
 from kvcover.real_backend.inside.vllm_setup import MORIIO_FOLDER
 from kvcover.real_backend.machine import trees
 from kvcover.sim.errors import InputError, TierError
+from tests.real.made_up_trees import hash_made_up, made_up_tree
 
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.delenv("KVCOVER_TREES", raising=False)
     monkeypatch.setenv("KVCOVER_CACHE", str(tmp_path / "cache"))
+    hash_made_up(monkeypatch)
     return tmp_path / "cache" / "vllm"
 
 
 def make_tree(folder: Path, version: str = "") -> Path:
     """What looks like a vLLM."""
-    connector = folder / MORIIO_FOLDER
-    connector.mkdir(parents=True)
-    (connector / "moriio_connector.py").write_text("")
-    if version:
-        (folder / f"vllm-{version}+empty.dist-info").mkdir()
-    return folder
+    return made_up_tree(folder, version, f"{version}+empty" if version else "")
 
 
 def test_the_cache_is_the_users(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -93,6 +90,14 @@ def test_the_installed_vllm_is_listed(cache: Path, tmp_path: Path, monkeypatch: 
     assert "installed" in shown and "--vllm installed" in shown and "no vLLM here" not in shown
 
 
+def test_the_list_says_what_a_tree_is_if_it_calls_itself_something_else(cache: Path) -> None:
+    make_tree(cache / "0.27.0", "0.27.0")
+    made_up_tree(cache / "0.26.0", "0.33.0", "0.26.0")
+    right, wrong = sorted(CliRunner().invoke(command, ["list"]).output.splitlines(), key=len)
+    assert right.startswith("0.27.0") and "files" not in right
+    assert wrong.startswith("0.26.0") and wrong.endswith("0.33.0 by its connector's files")
+
+
 def test_a_working_copy_is_registered_and_forgotten_but_never_deleted(cache: Path, tmp_path: Path) -> None:
     copy = make_tree(tmp_path / "copy")
     trees.add_working_copy(copy)
@@ -131,7 +136,7 @@ def pip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 _GOOD = f"""echo Collecting vllm
 mkdir -p "$TARGET/{MORIIO_FOLDER}" "$TARGET/vllm-$VLLM_VERSION_OVERRIDE.dist-info"
-touch "$TARGET/{MORIIO_FOLDER}/moriio_connector.py"
+printf %s "$VLLM_VERSION_OVERRIDE" > "$TARGET/{MORIIO_FOLDER}/moriio_connector.py"
 """
 
 
