@@ -10,7 +10,8 @@ import time
 from collections.abc import Callable
 
 from benchmarks.bare_simpy import bare_write
-from kvcover import Scenario, Side, build, matrix, record_of, resolve, run_world
+from kvcover import Scenario, Side, build, matrix, resolve, run_world
+from kvcover.sim.results.depart import steps_of
 from kvcover.sim.results.trace import trace
 
 
@@ -62,11 +63,11 @@ def many_requests() -> tuple[float, float, float]:
 def traced(pairs: int = 15) -> float:
     """P8 → D8, 61 layers: median of (a run and its timeline) / (the run alone)."""
     setup = resolve(Scenario(release="0.27.0", model="deepseek-v3", prompt_tokens=4096, prefill=Side(tp=8), decode=Side(tp=8)))
-    trace(record_of(run_world(setup)[1]))
+    trace(setup, steps_of(run_world(setup)[1].history.rows))
     ratios = []
     for _ in range(pairs):
         alone = seconds(lambda: run_world(setup))
-        ratios.append(seconds(lambda: trace(record_of(run_world(setup)[1]))) / alone)
+        ratios.append(seconds(lambda: trace(setup, steps_of(run_world(setup)[1].history.rows))) / alone)
     return statistics.median(ratios)
 
 

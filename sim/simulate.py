@@ -10,13 +10,14 @@ import msgspec
 
 from kvcover.faults import KINDS
 from kvcover.sim.cache.ledger import Count
-from kvcover.sim.errors import TierError
+from kvcover.sim.errors import InputError, TierError
 from kvcover.sim.moriio.transfer import Transfer
 from kvcover.sim.progress import progress, watched
+from kvcover.sim.results.depart import Step, steps_of
 from kvcover.sim.results.judge import judge
 from kvcover.sim.results.record import Course, EngineEnd, Record
 from kvcover.sim.results.result import Result
-from kvcover.sim.scenario.scenario import Scenario, fault_of
+from kvcover.sim.scenario.scenario import Scenario, build, fault_of
 from kvcover.sim.scenario.setup import Setup, resolve
 from kvcover.sim.tiers import NOT_BEGUN, Capabilities, Pace, Tier
 from kvcover.sim.world import World
@@ -109,6 +110,19 @@ def record_of(world: World) -> Record:
         fired=tuple(world.fired),
         stray=world.stray,
     )
+
+
+def steps_of_result(place: str, result: Result) -> list[Step]:
+    """The events of a run whose result this is: those that a real run kept; the model plays its again.
+
+    Raises InputError, which names `place`, for a real result without events.
+    """
+    if result.digest is not None:
+        return steps_of(run_world(resolve(build(result.scenario or {})))[1].history.rows)
+    try:
+        return msgspec.convert((result.backend or {})["events"], list[Step])
+    except (KeyError, msgspec.ValidationError):
+        raise InputError(place, "keeps no events of its run", "write it again with `kvcover run -o FILE`") from None
 
 
 def _course(world: World, transfer: Transfer) -> Course:

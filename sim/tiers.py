@@ -170,7 +170,7 @@ def injecting(kind: str) -> list[str]:
 _OPTIONS: dict[str, tuple[Callable[[Capabilities], bool], str]] = {
     "--vllm": (lambda can: can.takes_vllm, "runs no vLLM"),
     "--causes": (lambda can: can.policies, "has no policies to flip; `kvcover why --causes` flips the model's"),
-    "--trace": (lambda can: can.virtual_time, "keeps no virtual times"),
+    "--verbose": (lambda can: can.takes_vllm, "looks into no connector"),
     "--shrink": (lambda can: can.virtual_time, "gives no two runs that are alike"),
     "--jobs": (lambda can: can.virtual_time, "spreads its runs itself"),
     "--dask": (lambda can: can.virtual_time, "spreads its runs itself"),

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvcover.real_backend.driver.processes import Child, Ports, ProcessDied
-from kvcover.real_backend.driver.reports import Escaped, RankReport
+from kvcover.real_backend.driver.reports import Escaped, RankReport, SchedulerReport
 from kvcover.real_backend.driver.trial import EngineKey, Role
 
 _POLL_S = 0.01
@@ -25,6 +25,7 @@ class Children:
     ranks: dict[tuple[Role, int], list[Child]]
     gone: list[Child] = field(default_factory=list)
     past: dict[str, RankReport] = field(default_factory=dict)
+    past_schedulers: list[SchedulerReport] = field(default_factory=list)
     bound: dict[int, str] = field(default_factory=dict)
     """Which rank listens on which port."""
     fork: Callable[[EngineKey], None] = field(default=lambda _key: None)
@@ -43,6 +44,8 @@ class Children:
 
     def replace(self, key: EngineKey) -> None:
         """Start the engine anew on the same ports. Raises ProcessDied if it doesn't come up."""
+        if (seen := self.schedulers[key].last_words()) is not None:
+            self.past_schedulers.append(seen)
         self.schedulers[key].signal(signal.SIGKILL)
         self.gone += [self.schedulers[key], *self.ranks[key]]
         self.fork(key)

@@ -139,7 +139,10 @@ def drive(
     children.introduce(faults.late)
     run = Run(trial, children, faults, book)
     run.drive()
-    evidence = Evidence(trial, run.engines, children.ranks, run.transfer_ids, run.journal, run.legs, children.bound, children.past)
+    evidence = Evidence(
+        trial, run.engines, children.ranks, run.transfer_ids, run.journal, run.legs, children.bound, children.past,
+        children.schedulers, children.past_schedulers,
+    )  # fmt: skip
     seen = conclude(evidence, time.monotonic() - started, book.totals())
     refuse_misfits(list(seen.raised))
     return seen

@@ -34,6 +34,7 @@ _FIRST_PORT, _LAST_PORT = 10_000, 30_000  # below the range that outgoing connec
 _START_LIMIT_S = 240.0
 _ANSWER_LIMIT_S = 30.0
 _STOPPED_AFTER_S = 2.0
+_LAST_WORDS_S = 5.0
 _END_LIMIT_S = 2.0
 _LONG_PATH = 60  # a socket's path may have 107 bytes
 MOST_RANKS = 28
@@ -228,6 +229,11 @@ class Child:
             if time.monotonic() > deadline:
                 raise ProcessDied(self.name, f"does not answer for {_ANSWER_LIMIT_S:g} s")
         return self._receive(self.questions)
+
+    def last_words(self) -> Any:
+        """The report of one that has nothing to do; None if it doesn't answer at once."""
+        self.begin("report")
+        return self.result() if self.steps.poll(_LAST_WORDS_S) else None
 
     def check_moving(self) -> None:
         """Raise ProcessDied if something else than a planned fault has stopped the process."""

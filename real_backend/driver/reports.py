@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from kvcover.sim.cache.wrong import WrongCells
 from kvcover.sim.kernel import events
-from kvcover.sim.results.record import Record
+from kvcover.sim.results.record import LegReads, Record
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,10 +26,13 @@ class Escaped:
     text: str
     misfit: str = ""
     broken: str = ""
+    place: str = ""
+    """File and line of the innermost frame in the connector."""
+    traceback: str = ""
 
     def as_event(self) -> events.Raised:
         """The fields of the event that it is."""
-        return events.Raised(self.kind, self.text, call=self.call, broken=self.broken)
+        return events.RaisedAt(self.kind, self.text, call=self.call, broken=self.broken, place=self.place)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,14 +71,37 @@ class Post:
     layer: int
     error: str = ""
     planned: bool = False
+    done_ns: int = 0
+    """When its bytes were in place; 0 if that isn't known."""
+
+
+@dataclass(frozen=True, slots=True)
+class SentNotice:
+    """A control message that left (monotonic ns): its kind, the port that it went to, and the request (-1: unknown)."""
+
+    at_ns: int
+    kind: str
+    port: int
+    request: int
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerReport:
+    """What one scheduler saw: reads of its legs, by request, and as `RankReport` what it sent and which faults acted."""
+
+    name: str
+    reads: Mapping[int, LegReads] = field(default_factory=dict)
+    sent: tuple[SentNotice, ...] = ()
+    acted: tuple[tuple[int, str, str, str, int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class RankReport:
     """What one worker saw. Times are of the monotonic clock, in ns.
 
-    `notices` are the control messages that its notify listener took in, in order, `dialled` the ports that it opened a
-    handshake to. `wrote_to` maps a peer's engine key to the ranges (address there, bytes) that were written without an error.
+    `notices` are the control messages that its notify listener took in, in order, `sent` those that left, `dialled` the ports
+    that it opened a handshake to. `wrote_to` maps a peer's engine key to the ranges (address there, bytes) that were written
+    without an error. `caught` are exceptions that the connector caught and logged.
     """
 
     name: str
@@ -86,8 +113,19 @@ class RankReport:
     dialled: tuple[tuple[int, int], ...] = ()
     acted: tuple[tuple[int, str, str, str, int, int], ...] = ()
     """When which planned fault acted here, at which point, and its receiver, request and layer."""
+    sent: tuple[SentNotice, ...] = ()
+    caught: tuple[Escaped, ...] = ()
+    wrong: tuple[WrongCells, ...] = ()
     last_step: str = ""
     """What it did last, or where it stands if it never came back."""
+
+    def after(self, before: RankReport) -> RankReport:
+        """What the rank saw in two lives, of which `before` was the first."""
+        both = {name: getattr(before, name) + getattr(self, name) for name in _LISTS}
+        return replace(self, **both)
+
+
+_LISTS = ("notices", "batches", "warnings", "bound", "dialled", "acted", "sent", "caught")
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,3 +138,4 @@ class RunSeen:
     stalled: tuple[str, ...]
     """Ranks that never came up, or never came back from a step."""
     seconds: float
+    schedulers: tuple[SchedulerReport, ...] = ()

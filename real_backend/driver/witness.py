@@ -2,31 +2,37 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from kvcover.real_backend.driver.engine import EngineLoop, Tracked
 from kvcover.real_backend.driver.journal import Journal
 from kvcover.real_backend.driver.processes import Child
-from kvcover.real_backend.driver.reports import Escaped, RankReport, RunSeen
+from kvcover.real_backend.driver.reports import Escaped, RankReport, RunSeen, SchedulerReport
+from kvcover.real_backend.driver.sightings import Sight, acted_rows, notice_rows, rank_rows, reads_done, sent_rows
 from kvcover.real_backend.driver.trial import ROLES, EngineKey, Trial
 from kvcover.sim.cache.ledger import Count
-from kvcover.sim.kernel.events import ASTRAY, Dial, Failed, FaultActed, Listener, Message, Stray, Stuck
+from kvcover.sim.kernel.events import Stray, Stuck
 from kvcover.sim.kernel.history import History, Row
-from kvcover.sim.results.record import Course, EngineEnd, Record
+from kvcover.sim.results.record import Course, EngineEnd, LegReads, Record
 from kvcover.sim.scenario.dispatch import Params
 from kvcover.sim.scenario.endpoint import Request
 
 KILLED = "killed by a planned fault"
 """The last step of a rank that can't be asked any more."""
 OBSERVED = frozenset(
-    ("leg_sent", "fault_fired", "bound", "dialled", "dial_dead", "blocks_ready", "poisoned", "wrote", "read", "transfer_failed",
-     "told", "told_failed", "release", "released", "allocated", "freed", "reaped", "aborted", "recompute", "go", "short", "stray",
-     "ended", "request_failed", "crashed", "stuck", "restarted", "lost")
+    ("leg_sent", "fault_fired", "bound", "dialled", "dial_dead", "blocks_ready_sent", "blocks_ready", "poisoned", "wrote", "read",
+     "transfer_failed", "write_done_sent", "write_failed_sent", "write_done", "release_sent", "told", "told_failed", "release",
+     "released", "allocated", "freed", "reaped", "aborted", "recompute", "go", "short", "stray", "ended", "request_failed",
+     "crashed", "stuck", "restarted", "lost")
 )  # fmt: skip
-"""What a real run shows. When bytes arrive, what waits in sockets and what a thread waited for, nobody sees."""
+"""What a real run shows. When bytes arrive, what waits in sockets and what a thread waited for, nobody sees.
+
+A message to a port that nobody ever bound is seen to be undelivered; one to a listener that hears no more is not.
+"""
+SEEN_BY_SCHEDULERS = frozenset(("blocks_ready_sent",))
+_LAST_STEP_S = 2.0
 NOBODY = ""
 """Who wrote what is there: a rank that can't be asked any more."""
 
@@ -46,43 +52,40 @@ class Evidence:
     """Which rank listens on which port."""
     past: Mapping[str, RankReport] = field(default_factory=dict)
     """What ranks had seen when a planned fault ended their first life."""
+    schedulers: Mapping[EngineKey, Child] = field(default_factory=dict)
+    past_schedulers: Sequence[SchedulerReport] = ()
 
 
 def conclude(evidence: Evidence, seconds: float, event_faults: tuple[int, ...]) -> RunSeen:
     """Look into every rank, and put together what the run left behind. `event_faults` counts what each of them did."""
-    trial = evidence.trial
+    trial, engines = evidence.trial, evidence.engines
     children = [child for ranks in evidence.ranks.values() for child in ranks]
+    at_end = {request.index: _at_end(evidence, request) for request in trial.setup.requests}
     reports = {child.name: _ask(child, RankReport(child.name, last_step=KILLED), "report") for child in children}
-    for name, before in evidence.past.items():
-        now = reports[name]
-        reports[name] = replace(now, notices=before.notices + now.notices, batches=before.batches + now.batches)
+    reports |= {name: reports[name].after(before) for name, before in evidence.past.items()}
+    asked = _scheduler_reports(evidence)
+    schedulers = (*evidence.past_schedulers, *asked)
     nothing: list[Escaped] = []
     of_threads = [raised for child in children for raised in _ask(child, nothing, "raised")]
     stray = {child.name: _ask(child, 0, "stray") for child in children}
-    at_end = {request.index: _at_end(evidence, request) for request in trial.setup.requests}
-    rows = [*evidence.journal.rows, *_rank_rows(evidence, reports, at_end)]
+    rows, answered = _seen(evidence, reports, schedulers, at_end)
     last = max((row[0] for row in rows), default=0)
     rows += [(last, "poisoned", each.rank, "", -1, -1, each.as_event()) for each in of_threads]
     rows += [(last, "stray", name, "", -1, -1, Stray(cells)) for name, cells in stray.items() if cells]
-    engines = evidence.engines.values()
-    stalled = tuple(name for engine in engines for name in engine.stalled)
+    stalled = tuple(name for engine in engines.values() for name in engine.stalled)
     rows += [(last, "stuck", name, "", -1, -1, Stuck(True, reports[name].last_step)) for name in stalled]
-    courses = tuple(_course(evidence, request, reports, at_end[request.index]) for request in trial.setup.requests)
+    courses = tuple(_course(evidence, request, answered, at_end[request.index]) for request in trial.setup.requests)
     if not all(course.ended for course in courses):
         rows += [(last, "stands", rank.name, "", -1, -1, Stuck(True, rank.last_step)) for rank in reports.values()]
-    record = Record(
-        tier="connector",
-        setup=trial.as_timed(),
-        history=_history(rows),
-        courses=courses,
-        engines=tuple(_engine_end(evidence, key) for key in evidence.engines),
-        legs=evidence.legs,
-        fired=tuple(keys + events for keys, events in zip(trial.keys.fired, event_faults, strict=True)),
-        stray=sum(stray.values()),
-        observed=OBSERVED,
-    )
-    raised = [raised for engine in engines for raised in engine.raised]
-    return RunSeen(record, tuple(reports.values()), (*raised, *of_threads), stalled, seconds)
+    ends = tuple(_engine_end(evidence, key) for key in engines)
+    wrong = tuple(each for rank in reports.values() for each in rank.wrong)
+    record = _record(
+        trial, rows, courses, ends, event_faults,
+        legs=evidence.legs, stray=sum(stray.values()), reads=_reads(schedulers, engines), wrong=wrong,
+        observed=OBSERVED if len(asked) == len(evidence.schedulers) else OBSERVED - SEEN_BY_SCHEDULERS,
+    )  # fmt: skip
+    raised = [raised for engine in engines.values() for raised in engine.raised]
+    return RunSeen(record, tuple(reports.values()), (*raised, *of_threads), stalled, seconds, schedulers)
 
 
 def not_started(trial: Trial, raised: list[Escaped], missing: list[str], seconds: float, event_faults: tuple[int, ...]) -> RunSeen:
@@ -99,18 +102,29 @@ def not_started(trial: Trial, raised: list[Escaped], missing: list[str], seconds
         )
         for request in setup.requests
     )  # fmt: skip
-    record = Record(
+    record = _record(trial, rows, tuple(courses), tuple(ends), event_faults, legs={}, stray=None, observed=OBSERVED)
+    return RunSeen(record, (), tuple(raised), tuple(missing), seconds)
+
+
+def _record(
+    trial: Trial,
+    rows: list[Row],
+    courses: tuple[Course, ...],
+    engines: tuple[EngineEnd, ...],
+    event_faults: tuple[int, ...],
+    **seen: Any,
+) -> Record:
+    """What the judge looks at; `seen` are legs, stray cells and whatever else was looked for."""
+    fired = tuple(keys + events for keys, events in zip(trial.keys.fired, event_faults, strict=True))
+    return Record(
         tier="connector",
         setup=trial.as_timed(),
         history=_history(rows),
-        courses=tuple(courses),
-        engines=tuple(ends),
-        legs={},
-        fired=tuple(keys + events for keys, events in zip(trial.keys.fired, event_faults, strict=True)),
-        stray=None,
-        observed=OBSERVED,
+        courses=courses,
+        engines=engines,
+        fired=fired,
+        **seen,
     )
-    return RunSeen(record, (), tuple(raised), tuple(missing), seconds)
 
 
 def _ask(child: Child, otherwise: Any, method: str, *arguments: Any) -> Any:
@@ -129,37 +143,58 @@ def _history(rows: list[Row]) -> History:
     return history
 
 
-# -- what ranks saw ----------------------------------------------------------------------------------------------
+# -- what was seen -----------------------------------------------------------------------------------------------
+
+
+def _scheduler_reports(evidence: Evidence) -> list[SchedulerReport]:
+    """What the schedulers saw; nothing of one whose engine's thread may still be talking to it."""
+    reports = []
+    for key, scheduler in evidence.schedulers.items():
+        evidence.engines[key].join(_LAST_STEP_S)
+        if not evidence.engines[key].is_alive() and (report := scheduler.last_words()) is not None:
+            reports.append(report)
+    return reports
+
+
+def _reads(schedulers: Iterable[SchedulerReport], engines: Mapping[EngineKey, EngineLoop]) -> dict[tuple[int, str], LegReads]:
+    """What was read of each leg, by request and side; a leg that came again after a restart counts as first read."""
+    roles = {engine.me: engine.role for engine in engines.values()}
+    found: dict[tuple[int, str], LegReads] = {}
+    for scheduler in schedulers:
+        for request, reads in scheduler.reads.items():
+            found.setdefault((request, roles[scheduler.name]), reads)
+    return found
+
+
+def _seen(
+    evidence: Evidence,
+    reports: Mapping[str, RankReport],
+    schedulers: Iterable[SchedulerReport],
+    at_end: Mapping[int, tuple[Count, ...]],
+) -> tuple[list[Row], set[tuple[str, int]]]:
+    """All events that engines, ranks and schedulers tell of, and which prefill rank was told of which request."""
+    holding = _holding(evidence, at_end)
+    bound = {port: rank.name for rank in reports.values() for _, port in rank.bound}
+    sight = Sight({**evidence.owners, **bound}, evidence.transfer_ids, frozenset(holding))
+    rows = [*evidence.journal.rows]
+    for rank in reports.values():
+        rows += rank_rows(sight, rank)
+        if evidence.trial.setup.scenario.mode == "read" and rank.name.startswith("D"):
+            rows += reads_done(rank, evidence.trial.setup.geometry.layers)
+    for scheduler in schedulers:
+        rows += [*acted_rows(scheduler), *sent_rows(sight, scheduler.name, scheduler.sent)]
+    heard = [row for rank in reports.values() for row in notice_rows(sight, rank, rows)]
+    if any(rank.last_step == KILLED for rank in reports.values()):  # it can't say any more whom it wrote to
+        kind = "wrote" if evidence.trial.setup.scenario.mode == "write" else "read"
+        at = evidence.journal.rows[-1][0] if evidence.journal.rows else 0
+        rows += [(at, kind, NOBODY, name, -1, -1, None) for name in sorted(holding)]
+    return [*rows, *heard], {(row[2], row[4]) for row in heard if row[1] in ("blocks_ready", "release")}
 
 
 def _at_end(evidence: Evidence, request: Request) -> tuple[Count, ...]:
     empty = Count(0, 0, evidence.trial.setup.decode.needed(request))
     ranks = evidence.ranks["decode", request.decode_dp]
     return tuple(_ask(rank, empty, "grade", request.index, False) for rank in ranks)
-
-
-def _rank_rows(evidence: Evidence, reports: Mapping[str, RankReport], at_end: Mapping[int, tuple[Count, ...]]) -> Iterator[Row]:
-    """The events that ranks report: ports, handshakes, messages, transfers."""
-    holding = _holding(evidence, at_end)
-    for rank in reports.values():
-        for at, port in rank.bound:
-            yield at, "bound", rank.name, "", -1, -1, Listener("127.0.0.1", port)
-        for at, port in _first_of_each(rank.dialled):
-            owner = evidence.owners.get(port, "")
-            if owner[:1] != rank.name[:1]:
-                yield at, "dialled" if owner else "dial_dead", rank.name, owner, -1, -1, Dial(port)
-        for at, fault, point, receiver, request, layer in rank.acted:
-            yield at, "fault_fired", rank.name, receiver, request, layer, FaultActed(fault, point)
-        for at, notice in rank.notices:
-            if (row := _notice_row(evidence, rank.name, at, notice)) is not None:
-                yield row
-        yield from _batch_rows(rank, holding)
-        if evidence.trial.setup.scenario.mode == "read" and rank.name.startswith("D"):
-            yield from _reads_done(rank, evidence.trial.setup.geometry.layers)
-    if any(rank.last_step == KILLED for rank in reports.values()):  # it can't say any more whom it wrote to
-        kind = "wrote" if evidence.trial.setup.scenario.mode == "write" else "read"
-        for name in sorted(holding):
-            yield 0 if not evidence.journal.rows else evidence.journal.rows[-1][0], kind, NOBODY, name, -1, -1, None
 
 
 def _holding(evidence: Evidence, at_end: Mapping[int, tuple[Count, ...]]) -> set[str]:
@@ -173,70 +208,15 @@ def _holding(evidence: Evidence, at_end: Mapping[int, tuple[Count, ...]]) -> set
     }
 
 
-def _first_of_each(dialled: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    first: dict[int, int] = {}
-    for at, port in dialled:
-        first.setdefault(port, at)
-    return [(at, port) for port, at in first.items()]
-
-
-def _notice_row(evidence: Evidence, rank: str, at: int, notice: Mapping[str, Any]) -> Row | None:
-    """What a message means to the rank that took it in; None for what the engine's own events tell.
-
-    An empty list of blocks tells nobody anything: it ends the listener.
-    """
-    kind, transfer_id = notice.get("type"), repr(notice.get("transfer_id"))
-    request = next((index for index, ids in enumerate(evidence.transfer_ids) if transfer_id in ids), -1)
-    if rank.startswith("D"):
-        return None
-    if kind == "remote_blocks":
-        if notice.get("block_notify_list") == []:
-            return at, "poisoned", rank, "", request, -1, Message("an empty remote_blocks")
-        return at, "blocks_ready", rank, "", request, -1, None
-    return (at, "release", rank, "", request, -1, None) if kind in ("release", "text") else None
-
-
-def _batch_rows(rank: RankReport, holding: set[str]) -> Iterator[Row]:
-    """Transfers that were posted. What a decode rank that holds nothing was written went astray."""
-    for batch in rank.batches:
-        source, target = (rank.name, batch.peer) if batch.kind == "write" else (batch.peer, rank.name)
-        if batch.error:
-            failed = Failed(batch.error, "planned" if batch.planned else "library")
-            yield batch.at_ns, "transfer_failed", rank.name, batch.peer, batch.request, batch.layer, failed
-        else:
-            kind = "wrote" if batch.kind == "write" else "read"
-            fields = None if target in holding else ASTRAY
-            yield batch.at_ns, kind, source, target, batch.request, batch.layer, fields
-
-
-def _reads_done(rank: RankReport, layers: int) -> Iterator[Row]:
-    """A decode rank has read a request when it read all layers of it, and no read of it failed."""
-    read: dict[int, set[int]] = defaultdict(set)
-    last: dict[int, int] = {}
-    failed = {batch.request for batch in rank.batches if batch.error}
-    for batch in rank.batches:
-        if not batch.error and batch.request >= 0:
-            read[batch.request].add(batch.layer)
-            last[batch.request] = max(batch.at_ns, last.get(batch.request, 0))
-    for request, found in read.items():
-        if len(found) == layers and request not in failed:
-            yield last[request], "told", rank.name, "", request, -1, None
-
-
 # -- what became of requests and engines -------------------------------------------------------------------------
 
 
-def _course(evidence: Evidence, request: Request, reports: Mapping[str, RankReport], at_end: tuple[Count, ...]) -> Course:
+def _course(evidence: Evidence, request: Request, told: set[tuple[str, int]], at_end: tuple[Count, ...]) -> Course:
     at_prefill: EngineKey = ("prefill", request.prefill_dp)
     at_decode: EngineKey = ("decode", request.decode_dp)
     engines = [evidence.engines[at_prefill], evidence.engines[at_decode]]
     prefill, decode = (_tracked(engine, request.index) for engine in engines)
-    answered = {
-        rank.name
-        for rank in evidence.ranks[at_prefill]
-        for at, notice in reports[rank.name].notices
-        if (row := _notice_row(evidence, rank.name, at, notice)) is not None and row[1] != "poisoned" and row[4] == request.index
-    }
+    answered = {rank.name for rank in evidence.ranks[at_prefill] if (rank.name, request.index) in told}
     return Course(
         request=request,
         prefill_dp=request.prefill_dp,

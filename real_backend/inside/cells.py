@@ -14,6 +14,7 @@ from kvcover.sim.cache.geometry import AXES
 from kvcover.sim.cache.layers import Group
 from kvcover.sim.cache.ledger import Count
 from kvcover.sim.cache.presets import DTYPE_BYTES
+from kvcover.sim.cache.wrong import Held, Numbers, Place, held
 
 LayerView = npt.NDArray[np.int32]
 """One layer of a rank's cache, shape [planes, blocks, block_size, heads, tags], whatever its order in memory."""
@@ -23,13 +24,14 @@ _MOST_TAGS = 2**31
 
 @dataclass(frozen=True, slots=True)
 class Numbering:
-    """Room for a number for every token, layer, plane, global head and tag of a request, whatever layer it is of."""
+    """Room for a number for every token, layer, plane, global head and tag of each request, whatever layer it is of."""
 
     tokens: int
     layers: int
     planes: int
     heads: int
     tags: int
+    requests: int
 
     @property
     def a_request(self) -> int:
@@ -45,7 +47,7 @@ def numbering_of(trial: Trial) -> Numbering:
     """The numbering of a run's content, the same on all ranks."""
     kinds = trial.setup.geometry.kinds
     planes, heads, tags = (max(getattr(kind, name) for kind in kinds) for name in ("planes", "kv_heads", "head_dim"))
-    return Numbering(trial.longest_prompt, trial.setup.geometry.layers, planes, heads, tags)
+    return Numbering(trial.longest_prompt, trial.setup.geometry.layers, planes, heads, tags, len(trial.setup.requests))
 
 
 def cells_of(trial: Trial, role: Role, tp_rank: int) -> tuple[Cells, ...]:
@@ -141,6 +143,36 @@ class Cells:
                         need = self.identity(request, position, (layer, plane, head))
                         counts[_grade_cell(view[plane, block, :, slot, :], need)] += 1
         return Count(counts["covered"], counts["wrong"], counts["missing"])
+
+    def wrong(self, layers: Sequence[LayerView], request: int, blocks: Collection[int], first: int = 0) -> list[tuple[Place, Held]]:
+        """Of the same cells as `grade` the wrong ones: which each is, and what it holds."""
+        found = []
+        for layer, view in zip(self.group.layers, layers, strict=False):
+            held_here = self.on_host(view, blocks)
+            for number, position in enumerate(range(first, first + len(blocks))):
+                for plane in range(self.group.shape.planes):
+                    for slot, head in enumerate(self.heads):
+                        cell = held_here[plane, number, :, slot, :]
+                        if _grade_cell(cell, self.identity(request, position, (layer, plane, head))) == "wrong":
+                            want = Place(request, layer, plane, head, position)
+                            found.append((want, self._held(want, cell)))
+        return found
+
+    def on_host(self, view: LayerView, blocks: Collection[int]) -> LayerView:
+        """Some blocks of a layer's cache, in this process's memory."""
+        return view[:, list(blocks)]
+
+    def _held(self, want: Place, cell: LayerView) -> Held:
+        """Read the tags of a cell: the reverse of `identity`."""
+        room, empty = self.numbering, cell == 0
+        slot: Numbers
+        slot, value = np.divmod(np.abs(cell.astype(np.int64)) - 1, room.tags)
+        slot, head = np.divmod(slot, room.heads)
+        slot, plane = np.divmod(slot, room.planes)
+        token, layer = np.divmod(slot, room.layers)
+        request, token = np.divmod(token, room.tokens)
+        numbers = {"request": request, "layer": layer, "plane": plane, "head": head, "token": token, "value": value}
+        return held(want, numbers, empty, (cell > 0) & (request < room.requests), self.group.shape.block_size)
 
 
 def by_cell(values: Any) -> Any:

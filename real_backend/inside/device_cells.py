@@ -15,7 +15,8 @@ _WIDE, _PRODUCTS = 4096, 8
 
 
 class DeviceCells(Cells):
-    """As `Cells`, but a view is an int32 tensor; nothing of a cache is ever copied to the host but counts."""
+    """As `Cells`, but a view is an int32 tensor; nothing of a cache is ever copied to the host but counts,
+    and what wrong cells hold."""
 
     __slots__ = ()
 
@@ -42,6 +43,9 @@ class DeviceCells(Cells):
                 wrong += int((by_cell(cells != 0) & ~right).sum())
                 total += right.numel()
         return Count(covered, wrong, total - covered - wrong)
+
+    def on_host(self, view: Any, blocks: Collection[int]) -> Any:
+        return view[:, list(blocks)].cpu().numpy()
 
     def _needed(self, view: Any, layer: int, request: int, blocks: int) -> Any:
         """Return what the first `blocks` blocks of a request should hold in one layer, on the device of `view`."""

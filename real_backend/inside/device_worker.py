@@ -15,7 +15,7 @@ from typing import Any
 from kvcover.real_backend.driver.processes import Ports
 from kvcover.real_backend.driver.trial import Role, Trial
 from kvcover.real_backend.inside.gpu_worker import GpuWorker
-from kvcover.real_backend.inside.vllm_setup import LOOPBACK, MORIIO, EngineConfig
+from kvcover.real_backend.inside.vllm_setup import LOOPBACK, MORIIO, EngineConfig, drop_legacy_timeout
 from kvcover.sim.errors import TierError
 
 
@@ -38,6 +38,7 @@ def prepare_device(tree: Path | None, read_abort_s: float, host: str) -> None:
     if str(mori_io.__file__).startswith(str(LOOPBACK)):
         raise TierError("--tier hardware", "mori.io is the loopback", "take real_backend/moriio/loopback off PYTHONPATH")
     connector: Any = importlib.import_module(f"{MORIIO}.moriio_connector")
+    drop_legacy_timeout()
     # Only the backend's name is used, for both sides to be the same: there is no attention here.
     connector.get_attn_backend = lambda *_args, **_kwargs: SimpleNamespace(get_name=lambda: "NONE")
 

@@ -1,7 +1,7 @@
 """Where event faults act in a rank's process: around the sockets that the connector opens, and around `mori.io`.
 
 Both wrappers are in place in every run and let everything through unless a fault is planned. They see what a rank
-binds and dials, which is half of the explanation when a message goes astray. `mori.io` may be the stand-in or the real one.
+binds, dials and sends, which is half of the explanation when a message goes astray. `mori.io` may be the stand-in or the real one.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import numpy as np
 from kvcover.faults import EventFault
 from kvcover.real_backend.driver.book import SharedInjector
 from kvcover.real_backend.driver.processes import Ports
-from kvcover.real_backend.driver.reports import Post
+from kvcover.real_backend.driver.reports import Post, SentNotice
 from kvcover.real_backend.driver.trial import Role, Trial
 
 NOTICE_KINDS = ("drop-notice", "duplicate-notice", "delay-notice", "reorder-notice", "poison-notice", "misroute-notice",
@@ -48,6 +48,7 @@ class Injection:
         """When and how a fault spoilt the last batch of a kind, to a peer, by its last address here."""
         self.acted: list[tuple[int, str, str, str, int, int]] = []
         """When which fault acted, at which point, and its receiver, request and layer."""
+        self.sent: list[SentNotice] = []
         self.layers: list[tuple[int, int]] = []
         """Address and bytes of each layer's cache."""
         self.owners: dict[int, str] = {}
@@ -89,10 +90,10 @@ class Injection:
             self.batch(at, kind, peer, address, text, planned=True) for (kind, peer, address), (at, text) in self.spoilt.items()
         ]
 
-    def batch(self, at_ns: int, kind: str, peer: str, address: int, error: str, *, planned: bool = False) -> Post:
+    def batch(self, at_ns: int, kind: str, peer: str, address: int, error: str, *, planned: bool = False, done_ns: int = 0) -> Post:
         """A post by its last byte in this rank's caches, which tells its layer and request."""
         layer, request = self.cell_of(address)
-        return Post(at_ns, kind, peer, request, layer, error, planned)
+        return Post(at_ns, kind, peer, request, layer, error, planned, done_ns)
 
     def peer_of(self, engine_key: str) -> str:
         """The rank of the other engine that registers under such a key: role:host:port:tp<r>:dp<d>."""
@@ -116,7 +117,6 @@ class Injection:
                 return socket
             if port not in notices:
                 self.dialled.append((time.monotonic_ns(), port))
-            if self._injector is None or not self._injector.plans("notice") or port not in notices:
                 return socket
             return _NoticeSocket(self, socket, path[: found.start()] if found else path, port)
 
@@ -156,6 +156,7 @@ class _NoticeSocket:
     def send(self, payload: bytes, *args: Any, **kwargs: Any) -> Any:
         """Send one notice, or do with it what the faults say."""
         kind, request = self._read(payload)
+        self._injection.sent.append(SentNotice(time.monotonic_ns(), kind, self._port, request))
         at, copies, port, delay, alone = payload, [0.0], self._port, 0.0, False
         for fault in self._injection.acting("notice", kind, self._injection.name, self._injection.owner(port), request):
             after = (fault.ms or 0.0) / 1e3

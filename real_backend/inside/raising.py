@@ -5,9 +5,14 @@ from __future__ import annotations
 import errno
 import re
 import traceback
+from dataclasses import replace
+from pathlib import Path
 from types import ModuleType
 
 from kvcover.real_backend.driver.reports import Escaped
+
+CONNECTOR = "/kv_connector/v1/moriio/"
+"""In the path of every file of the connector, and of nothing else: the stand-in for `mori.io` lies in a `moriio` too."""
 
 
 def raised_by(name: str, error: BaseException) -> Escaped:
@@ -20,7 +25,15 @@ def raised_by(name: str, error: BaseException) -> Escaped:
         first = first.__context__
     call = _connector_call(first)
     misfit = where_it_failed(first) if not call and isinstance(first, _MISFITS) else ""
-    return Escaped(name, call or "outside the connector", type(first).__name__, str(first), misfit, what_is_broken(first))
+    return replace(escaped(name, call or "outside the connector", first), misfit=misfit)
+
+
+def escaped(name: str, call: str, error: BaseException) -> Escaped:
+    """An exception as it is reported: with its whole traceback, and the innermost line of the connector in it."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if CONNECTOR in frame.filename]
+    place = f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
+    whole = "".join(traceback.format_exception(error))
+    return Escaped(name, call, type(error).__name__, str(error), "", what_is_broken(error), place, whole)
 
 
 _MISFITS = (AttributeError, TypeError, ImportError, NameError)

@@ -14,9 +14,10 @@ from types import SimpleNamespace
 from typing import Any
 
 from kvcover.real_backend.driver.processes import Ports
-from kvcover.real_backend.driver.reports import StepReport
+from kvcover.real_backend.driver.reports import SchedulerReport, StepReport
 from kvcover.real_backend.driver.trial import BlockTables, Role, Trial
 from kvcover.real_backend.inside.injection import Injection
+from kvcover.real_backend.inside.keys import Notes, WatchedLeg, follow_copies
 from kvcover.real_backend.inside.raising import raised_by
 from kvcover.real_backend.inside.vllm_setup import EngineConfig, connector_class, connector_role, refuse_states
 from kvcover.sim.scenario.dispatch import Params
@@ -69,13 +70,14 @@ class SchedulerSide:
     def __init__(self, trial: Trial, config: EngineConfig, ports: dict[Role, Ports]) -> None:
         self._endpoint = trial.endpoint(config.role)
         self._kv_cache = config.kv_cache
-        name = self._endpoint.letter + (str(config.dp_rank) if self._endpoint.dp > 1 else "")
-        self._injection = Injection(trial, config.role, config.dp_rank, name, ports)
+        self._name = self._endpoint.engine_name(config.dp_rank)
+        self._injection = Injection(trial, config.role, config.dp_rank, self._name, ports)
         self._injection.wrap_sockets()
         refuse_states(trial, config)
         self._connector = connector_class()(config.vllm, connector_role("SCHEDULER"), config.kv_cache)
         self._requests: dict[str, Any] = {}
         self._blocks: dict[str, BlockTables] = {}
+        self._legs: dict[str, WatchedLeg] = {}
         self._sync_loads: set[str] = set()
         utils = importlib.import_module("vllm.distributed.kv_transfer.kv_connector.utils")
         self._aggregator = utils.KVOutputAggregator(self._endpoint.tp)
@@ -194,17 +196,28 @@ class SchedulerSide:
         scheduler = importlib.import_module("vllm.v1.core.sched.scheduler").Scheduler
         scheduler._handle_invalid_blocks(SimpleNamespace(kv_cache_config=self._kv_cache), invalid, {})
 
+    def follow(self) -> None:
+        """Watch the copies of legs that the connector made in the last call."""
+        if (scheduler := getattr(self._connector, "connector_scheduler", None)) is not None:
+            follow_copies(scheduler, self._legs)
+
+    def report(self) -> SchedulerReport:
+        """Return what was seen so far."""
+        reads = {self._injection.request_of(request_id): leg.notes.report() for request_id, leg in self._legs.items()}
+        return SchedulerReport(self._name, reads, tuple(self._injection.sent), tuple(self._injection.acted))
+
     def learn_ports(self, bound: dict[int, str]) -> None:
         """Learn who listens where."""
         self._injection.owners = bound
 
     def _new_request(self, request_id: str, leg: Params, tokens: int) -> Any:
+        self._legs[request_id] = WatchedLeg(leg, Notes())
         request_class = importlib.import_module("vllm.v1.request").Request
         sampling = importlib.import_module("vllm.sampling_params").SamplingParams
         return request_class(
             request_id=request_id,
             prompt_token_ids=list(range(tokens)),
-            sampling_params=sampling(max_tokens=16, extra_args={"kv_transfer_params": leg}),
+            sampling_params=sampling(max_tokens=16, extra_args={"kv_transfer_params": self._legs[request_id]}),
             pooling_params=None,
         )
 
@@ -224,4 +237,5 @@ def serve(trial: Trial, config: EngineConfig, ports: dict[Role, Ports], pipe: Co
             answer = getattr(side, method)(*arguments)
         except Exception as error:  # EngineCore would die here; the parent decides what follows
             answer = raised_by(name, error)
+        side.follow()
         pipe.send(answer)

@@ -85,8 +85,19 @@ def prepare(tree: Path | None, read_abort_s: float, device: str = "cpu") -> None
     kept = hashlib.sha256(str(tree).encode()).hexdigest()[:12]
     os.environ.setdefault("VLLM_CACHE_ROOT", str(user_cache() / "vllm-state" / kept))
     connector: Any = importlib.import_module(f"{MORIIO}.moriio_connector")
+    drop_legacy_timeout()
+    # A source tree has no kernels, and vLLM would warn of that in each rank, as if it were the run's fault.
+    platform: Any = importlib.import_module("vllm.platforms.interface").UnspecifiedPlatform
+    platform.import_kernels = classmethod(lambda _class: None)
     # Only the backend's name is used, and there is none for a machine without kernels.
     connector.get_attn_backend = lambda *_args, **_kwargs: _AttentionBackend()
+
+
+def drop_legacy_timeout() -> None:
+    """Take the timeout out of the environment where the connector has a setting for it, as it warns of the old way."""
+    config = importlib.import_module(f"{MORIIO}.moriio_common").MoRIIOConfig
+    if "recv_abort_timeout" in config.__annotations__:
+        os.environ.pop("VLLM_MORIIO_TRANSFER_TIMEOUT_S", None)
 
 
 def describe(tree: Path | None) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from kvcover.real_backend.driver.reports import Escaped, Forward, Post, RankRepo
 from kvcover.real_backend.driver.trial import Role, Trial
 from kvcover.real_backend.inside.cells import TAG_BYTES, Cells, LayerView, cells_of
 from kvcover.real_backend.inside.injection import Injection
-from kvcover.real_backend.inside.raising import raised_by, what_is_broken
+from kvcover.real_backend.inside.raising import escaped, raised_by
 from kvcover.real_backend.inside.vllm_setup import (
     EngineConfig,
     connector_class,
@@ -39,10 +39,12 @@ from kvcover.real_backend.inside.vllm_setup import (
     torch_dtype,
 )
 from kvcover.sim.cache.ledger import Count
+from kvcover.sim.cache.wrong import Held, Place, WrongCells, summary
 
 _LAYER_S = 0.015
 """A layer takes time, so that a transfer's first task is older than its request's end, as on a real engine."""
 _SLOW_LAYERS = 4
+_MOST_CAUGHT = 50
 
 
 class Worker:
@@ -60,6 +62,7 @@ class Worker:
         self._injection = Injection(trial, config.role, config.dp_rank, self.name, ports)
         self._watch = _Watch(self.name, self._injection)
         self._used: dict[int, list[LayerView]] = defaultdict(list)
+        self._wrong: dict[int, WrongCells] = {}
         self._steps = 0
         self._doing = "starting"
         self._main = threading.get_ident()
@@ -108,6 +111,7 @@ class Worker:
     def grade(self, request: int, at_use: bool) -> Count:
         """Compare a request's cells with what this rank needs: as they were when layers were used, or as they are now."""
         found = Count(0, 0, 0)
+        wrong: list[tuple[Place, Held]] = []
         last = self._trial.setup.requests[request].prompt_tokens - 1  # the token that decode computes by itself
         for cells in self._cells:
             blocks = self._blocks(request, cells)
@@ -115,7 +119,12 @@ class Worker:
             position = max(0, last - 1) if cells.group.geometry.state else first
             views = [(self._used[request] if at_use else self._views)[layer] for layer in cells.group.layers]
             where = range(first, len(blocks)) if at_use else blocks[first:]
-            found += cells.grade(views, request, where, position)
+            count = cells.grade(views, request, where, position)
+            wrong += cells.wrong(views, request, where, position) if count.wrong else []
+            found += count
+        if wrong and request not in self._wrong:  # as they were at go, if it came to that
+            kind = self._trial.setup.geometry
+            self._wrong[request] = summary(self.name, request, wrong, kind.planes, kind.kv_heads)
         return found
 
     def _blocks(self, request: int, cells: Cells) -> tuple[int, ...]:
@@ -153,7 +162,7 @@ class Worker:
 
     def report(self) -> RankReport:
         """Return what was seen so far."""
-        return replace(self._watch.report(), last_step=self._where())
+        return replace(self._watch.report(), last_step=self._where(), wrong=tuple(self._wrong.values()))
 
     def _where(self) -> str:
         """Say what the rank did last, and where in vLLM it stands if it hasn't come back."""
@@ -240,6 +249,7 @@ class _Watch:
         self._injection = injection
         self._notices: list[tuple[int, dict[str, Any]]] = []
         self._warnings: list[str] = []
+        self._caught: dict[tuple[str, str, str], Escaped] = {}
         self.thread_errors: list[Escaped] = []
         handler = _Collector(self._warnings, self._logged)
         logger = logging.getLogger("vllm")
@@ -265,7 +275,8 @@ class _Watch:
         for post in list(importlib.import_module("mori.io").IOEngine.posted):
             error = "" if post.status.Succeeded() else str(post.status.Message() or "not complete")
             peer = self._injection.peer_of(post.remote_engine)
-            batches.append(self._injection.batch(post.at_ns, post.kind, peer, post.local, error))
+            done_ns = getattr(post.status, "done_ns", 0)
+            batches.append(self._injection.batch(post.at_ns, post.kind, peer, post.local, error, done_ns=done_ns))
             if post.kind == "write" and not error:
                 wrote[post.remote_engine] += post.remote_ranges
         return RankReport(
@@ -277,17 +288,22 @@ class _Watch:
             bound=tuple(self._injection.bound),
             dialled=tuple(self._injection.dialled),
             acted=tuple(self._injection.acted),
+            sent=tuple(self._injection.sent),
+            caught=tuple(self._caught.values()),
         )
 
     def _thread_died(self, args: threading.ExceptHookArgs) -> None:
         thread = args.thread.name if args.thread else "thread"
-        broken = "" if args.exc_value is None else what_is_broken(args.exc_value)
-        self.thread_errors.append(Escaped(self._name, thread, args.exc_type.__name__, str(args.exc_value), broken=broken))
+        if args.exc_value is not None:
+            self.thread_errors.append(escaped(self._name, thread, args.exc_value))
 
     def _logged(self, where: str, error: BaseException) -> None:
-        """Keep an error that the connector caught and only logged if it says that the code or the machine is broken."""
-        if broken := what_is_broken(error):
-            self.thread_errors.append(Escaped(self._name, where, type(error).__name__, str(error), broken=broken))
+        """Keep an error that the connector caught and only logged; it ended the thread's work if code or machine is broken."""
+        found = escaped(self._name, where, error)
+        if found.broken:
+            self.thread_errors.append(found)
+        elif len(self._caught) < _MOST_CAUGHT:
+            self._caught.setdefault((found.call, found.kind, found.place), found)
 
 
 class _Collector(logging.Handler):

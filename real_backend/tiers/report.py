@@ -5,11 +5,16 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
+import msgspec
+
 from kvcover.real_backend.driver.race import race_of
 from kvcover.real_backend.driver.reports import RunSeen
 from kvcover.real_backend.driver.trial import Trial
 from kvcover.real_backend.machine.trees import Tree
+from kvcover.sim.results.chains import span
+from kvcover.sim.results.depart import steps_of
 from kvcover.sim.results.judge import judge
+from kvcover.sim.results.keys import tell_keys
 from kvcover.sim.results.result import Result
 from kvcover.sim.results.story import story
 from kvcover.sim.simulate import replay_line
@@ -61,6 +66,10 @@ def _backend(trial: Trial, seen: RunSeen, infos: tuple[dict[str, Any], dict[str,
         },
         "race": asdict(race) if race else None,
         "stories": [story(seen.record, request.index) for request in trial.setup.requests],
+        "keys": msgspec.to_builtins(tell_keys(seen.record)),
+        "wrong_cells": msgspec.to_builtins(list(seen.record.wrong)),
+        "tracebacks": _tracebacks(seen),
+        "events": msgspec.to_builtins(steps_of(seen.record.history.rows)),
         "log_tail": _log(seen),
     }
 
@@ -70,7 +79,22 @@ def _device(infos: tuple[dict[str, Any], dict[str, Any]]) -> str:
     return str(infos[0].get("device", "cpu")).partition(":")[0]
 
 
+def _tracebacks(seen: RunSeen) -> list[dict[str, str]]:
+    """Every exception with its traceback: those that ended something, then those that the connector caught and logged."""
+    caught = [(each, "caught and logged") for rank in seen.ranks for each in rank.caught]
+    return [
+        {"rank": each.rank, "call": each.call, "error": each.kind, "text": each.text, "place": each.place, "effect": effect,
+         "traceback": each.traceback}
+        for each, effect in [*((each, "raised") for each in seen.raised), *caught]
+    ]  # fmt: skip
+
+
 def _log(seen: RunSeen) -> list[str]:
     lines = [f"{each.rank} {each.call}: {each.kind}: {each.text}" for each in seen.raised]
-    lines += [f"{rank.name}: {text}" for rank in seen.ranks for text in rank.warnings if "experimental" not in text]
+    told: dict[str, list[str]] = {}
+    for rank in seen.ranks:
+        for text in rank.warnings:
+            if "experimental" not in text:  # vLLM says so of every KV connector
+                told.setdefault(text, []).append(rank.name)
+    lines += [f"{span(dict.fromkeys(ranks))}: {text}" for text, ranks in told.items()]
     return lines[-_LOG_LINES:]

@@ -24,6 +24,7 @@ from kvcover.sim.errors import InputError
 if TYPE_CHECKING:
     from kvcover.sim.results.result import Result
     from kvcover.sim.scenario.scenario import Scenario
+    from kvcover.sim.tiers import Tier
 
 
 @click.command("run")
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 @click.option("--prefill", metavar="tp=N[,dp=N]", help="Size of the prefill engine.")
 @click.option("--decode", metavar="tp=N[,dp=N]", help="Size of the decode engine.")
 @click.option("--trace", metavar="FILE", help="Write every event as a timeline for Perfetto or chrome://tracing.")
+@click.option("-v", "--verbose", is_flag=True, help="Of a real run: keys that were read of its legs, wrong cells, tracebacks.")
 @junit_option
 @causes_options
 @scenario_options
@@ -41,6 +43,7 @@ def command(
     prefill: str | None,
     decode: str | None,
     trace: str | None,
+    verbose: bool,
     junit: str | None,
     causes: bool,
     budget: float | None,
@@ -63,7 +66,7 @@ def command(
 
     check_causes(causes, budget)
     tier = load_tier(options["tier"])
-    refuse_options(tier, {"--causes": causes, "--trace": trace, "--vllm": options["vllm"]})
+    refuse_options(tier, {"--causes": causes, "--verbose": verbose, "--vllm": options["vllm"]})
     data = scenario_data(scenario, options)
     if mode is not None:
         data["mode"] = mode
@@ -72,7 +75,8 @@ def command(
             data[name] = {**data.get(name, {}), **found}
     built = build_scenario(data)
     check_outputs(options["output"], junit, scenario, built.model)
-    result = tier.run(built, options["vllm"]) if trace is None else _run_traced(built, trace, scenario, options)
+    _check_trace(trace, options["output"], scenario, built.model)
+    result = tier.run(built, options["vllm"]) if trace is None else _run_traced(tier, built, trace, options["vllm"])
     if causes:
         from kvcover.sim.search.causes import explain
 
@@ -81,9 +85,11 @@ def command(
     if options["as_json"]:
         click.echo(result.to_json())
     else:
-        from kvcover.sim.results.show import show_result
+        from kvcover.sim.results.show import show_forensics, show_result
 
         show_result(result)
+        if verbose:
+            show_forensics(result)
 
     from kvcover.sim.results.gate import Cell
     from kvcover.sim.results.verdict import judge_run
@@ -96,15 +102,25 @@ def command(
         conclude(verdict)
 
 
-def _run_traced(built: Scenario, path: str, scenario: str | None, options: dict[str, Any]) -> Result:
-    """Run the model and write the timeline: a view of the finished history, so that a run without one pays nothing."""
-    check_output(path, scenario, built.model, option="--trace")
-    if options["output"] is not None and os.path.realpath(path) == os.path.realpath(options["output"]):
+def _check_trace(path: str | None, output: str | None, *inputs: str | None) -> None:
+    """Complain about a timeline that can't be written before the run, not after it."""
+    check_output(path, *inputs, option="--trace")
+    if path is not None and output is not None and os.path.realpath(path) == os.path.realpath(output):
         raise InputError("--trace", f"{path!r} is where -o writes", "name another file")
+
+
+def _run_traced(tier: Tier, built: Scenario, path: str, vllm: str | None) -> Result:
+    """Run and write the timeline: a view of the finished history, so that a run without one pays nothing."""
+    from kvcover.sim.results.depart import steps_of
     from kvcover.sim.results.trace import trace
     from kvcover.sim.scenario.setup import resolve
-    from kvcover.sim.simulate import record_of, run_world
+    from kvcover.sim.simulate import run_world, steps_of_result
 
-    result, world = run_world(resolve(built))
-    write_output(path, trace(record_of(world)), "--trace")
+    if tier.can.virtual_time:
+        result, world = run_world(resolve(built))
+        steps, hosts = steps_of(world.history.rows), {}
+    else:
+        result = tier.run(built, vllm)
+        steps, hosts = steps_of_result("--trace", result), (result.backend or {}).get("hosts", {})
+    write_output(path, trace(resolve(built), steps, one_clock=len(hosts) < 2), "--trace")
     return result

@@ -17,43 +17,66 @@ if TYPE_CHECKING:
 @click.command("why")
 @click.argument("result")
 @click.option("--request", type=int, default=0, show_default=True, metavar="N", help="Which request to tell of.")
+@click.option("--baseline", metavar="FILE", help="Another result, of any tier: name the first events that only one of both has.")
 @causes_options
-def command(result: str, request: int, causes: bool, budget: float | None) -> None:
+def command(result: str, request: int, baseline: str | None, causes: bool, budget: float | None) -> None:
     """Tell the story of one request, from the router to its outcome, with times.
 
     RESULT is a file written by `kvcover run -o`, or - for standard input; of a matrix's, FILE:3 is its third result, of a
-    confirmation's FILE:before and FILE:after are its two. A result of a real tier tells what was seen in that
-    run, and whether the model plays the same scenario to the same end. One of the model is run again, and must give the same
-    history.
+    confirmation's FILE:before and FILE:after are its two. A result of a real tier tells what was seen in that run, and the first
+    events in which it departs from what the model plays. One of the model is run again, and must give the same history.
     """
     check_causes(causes, budget)
-    from kvcover.sim.results.read import read_result
-
-    told = read_result(result)
-    if told.scenario is None:
-        raise InputError(result, "holds no scenario", "give a file written by `kvcover run -o FILE`")
+    told = _read(result)
+    other = None if baseline is None else _read(baseline)
+    from kvcover.sim.results.depart import departures, steps_of
     from kvcover.sim.results.story import story
     from kvcover.sim.scenario.scenario import build
     from kvcover.sim.scenario.setup import resolve
-    from kvcover.sim.simulate import record_of, run_world
+    from kvcover.sim.simulate import record_of, run_world, steps_of_result
 
-    setup = resolve(build(told.scenario))
+    setup = resolve(build(told.scenario or {}))
     if not 0 <= request < len(setup.requests):
         raise InputError("--request", f"there is no request {request}", f"use 0 to {len(setup.requests) - 1}")
-    again, world = run_world(setup)
+    # What a real run is compared with has the times of what it ran on.
+    on_loopback = (told.backend or {}).get("mori") == "loopback"
+    again, world = run_world(resolve(build((told.scenario or {}) | {"fabric": "loopback"})) if on_loopback else setup)
     if told.digest is None:
         _tell_real(result, told, request, again)
+        if "events" in (told.backend or {}):
+            _tell_departures(departures(steps_of_result(result, told), steps_of(world.history.rows), "the model"), "the model")
+        else:
+            click.echo("it keeps no events that could be compared with the model's")
     else:
         if told.digest != again.digest:
             click.echo("kvcover: this version plays the scenario differently from the one that wrote the result", err=True)
         for line in story(record_of(world), request):
             click.echo(line)
+    if other is not None and baseline is not None:
+        lines = departures(steps_of_result(result, told), steps_of_result(baseline, other), baseline)
+        _tell_departures(lines, baseline)
     if causes:
         from kvcover.sim.results.show import show_findings
         from kvcover.sim.search.causes import explain
 
         show_findings(explain(setup.scenario, budget))
     sys.stdout.flush()
+
+
+def _read(path: str) -> Result:
+    """A result that says what was run."""
+    from kvcover.sim.results.read import read_result
+
+    result = read_result(path)
+    if result.scenario is None:
+        raise InputError(path, "holds no scenario", "give a file written by `kvcover run -o FILE`")
+    return result
+
+
+def _tell_departures(lines: list[str], there: str) -> None:
+    """The first events that only this run or the other has."""
+    for line in lines or [f"the same events as {there}, whatever their order and number"]:
+        click.echo(plain(line))
 
 
 def _tell_real(place: str, told: Result, request: int, modelled: Result) -> None:

@@ -168,7 +168,23 @@ class Raised(Fields, frozen=True):
 
     def __str__(self) -> str:
         said = f"{self.error}: {' '.join(self.text.split())[:300]}" if self.error else self.text
-        return f"{said} (in {self.call})" if self.call else said
+        where = ", ".join(each for each in (self.call and f"in {self.call}", self.at) if each)
+        return f"{said} ({where})" if where else said
+
+    @property
+    def at(self) -> str:
+        """File and line of the connector, where they are known."""
+        return ""
+
+
+class RaisedAt(Raised, frozen=True):
+    """As `Raised`, of a real run: with the file and line of the innermost frame in the connector."""
+
+    place: str = ""
+
+    @property
+    def at(self) -> str:
+        return self.place
 
 
 class Failed(Fields, frozen=True):
@@ -234,6 +250,15 @@ class Landed(Fields, frozen=True):
 
 
 ASTRAY = Landed(True)
+
+
+class Took(Fields, frozen=True):
+    """Of `wrote` and `read` of a real run, whose time is that of the post: how long the bytes were under way (ns)."""
+
+    ns: int
+
+    def __str__(self) -> str:
+        return f"took {self.ns} ns"
 
 
 class Lost(Fields, frozen=True):

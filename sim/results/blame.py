@@ -8,7 +8,8 @@ from typing import Any
 
 from kvcover.sim.kernel.events import Failed, FaultActed, Raised
 from kvcover.sim.kernel.history import Event
-from kvcover.sim.results.chains import Cause, fault_cause, key_cause, misread, policy_cause, span
+from kvcover.sim.results.chains import Cause, fault_cause, key_cause, policy_cause, span
+from kvcover.sim.results.keys import misread
 from kvcover.sim.results.record import Record
 from kvcover.sim.results.result import Sets
 from kvcover.sim.scenario.endpoint import Endpoint
@@ -21,9 +22,17 @@ def initiator(record: Record) -> tuple[str, Endpoint, Endpoint]:
     return "decode", record.setup.decode, record.setup.prefill
 
 
-def dial_causes(me: Endpoint, peer: Endpoint, params: Mapping[str, Any], meant: bool) -> list[Cause]:
-    """Why ranks dialled where they did: the map, unless they `meant` the right TP rank, the port's arithmetic, the sizes read."""
-    causes = [] if meant else [policy_cause(me.release, "write_map" if me.letter == "P" else "read_map")]
+def dial_causes(record: Record, request: int, meant: bool | None) -> list[Cause]:
+    """Why ranks dialled where they did: the map, unless they `meant` the right TP rank, the port's arithmetic, the sizes read.
+
+    Which TP rank they meant nobody sees in a real run (None); there it is the size, if that was seen to be misread.
+    """
+    side, me, peer = initiator(record)
+    if request < 0:  # a handshake is for all requests, and came of the first leg that says something else than what is
+        request = next((course.index for course in record.courses if misread(record, side, course.index)), 0)
+    params, sizes = record.leg(side, request), misread(record, side, request)
+    blameless = meant or (meant is None and sizes and (request, side) in record.reads)
+    causes = [] if blameless else [policy_cause(me.release, "write_map" if me.letter == "P" else "read_map")]
     if meant and peer.dp > 1:
         if me.release.dial != peer.release.ports and peer.tp > 1:
             plus = peer.release.ports == "dp_plus_tp"
@@ -32,7 +41,7 @@ def dial_causes(me: Endpoint, peer: Endpoint, params: Mapping[str, Any], meant: 
             causes.append(policy_cause(me.release, "read_dp"))
     if me.letter == "P":
         causes += dp_size_cause(me, peer, params)
-    return [*causes, *(misread(me, peer, params) if not meant or peer.dp > 1 else [])]
+    return [*causes, *(sizes if not meant or peer.dp > 1 else [])]
 
 
 def dp_size_cause(me: Endpoint, peer: Endpoint, params: Mapping[str, Any]) -> list[Cause]:
@@ -59,13 +68,13 @@ def crash_causes(record: Record, event: Event, raised: Raised) -> list[Cause]:
     if raised.fault:
         return [fault_cause(raised.fault)]
     prefill, decode = record.setup.prefill, record.setup.decode
-    side, me, peer = ("prefill", prefill, decode) if event.actor[0] == "P" else ("decode", decode, prefill)
+    side, me = ("prefill", prefill) if event.actor[0] == "P" else ("decode", decode)
     if raised.error == "TimeoutError":
         return [Cause(f"executor_timeout_s = {me.side.executor_timeout_s}: vLLM's executor gives up on a step that long")]
     compared = raised.policy == "read_guard" and raised.error == "ValueError"  # blocks and contents, and not only TP sizes
     causes = [*(unlike_caches(record) if compared else []), *([policy_cause(me.release, raised.policy)] if raised.policy else [])]
     if raised.policy in READS_SIZE and event.request >= 0:
-        causes += misread(me, peer, record.leg(side, event.request), unknown=UNKNOWN_SIZE.get(raised.policy, "unknown_tp_map"))
+        causes += misread(record, side, event.request, unknown=UNKNOWN_SIZE.get(raised.policy, "unknown_tp_map"))
     return causes or fired_at(record, "params")
 
 
@@ -104,7 +113,7 @@ def failure_causes(record: Record, event: Event) -> list[Cause]:
             [policy_cause(me.release, field)] if record.mode == "write" or (isinstance(fields, Raised) and fields.policy) else []
         )
         unknown = UNKNOWN_SIZE.get(field, "unknown_tp_map")
-        sizes = misread(me, peer, record.leg(side, event.request), unknown=unknown)
+        sizes = misread(record, side, event.request, unknown=unknown)
         causes = [*unlike_caches(record), *named, *mixed, *sizes]
     if record.mode == "read" and me.release.read_failure == "garbage":
         causes.append(policy_cause(me.release, "read_failure"))
@@ -120,14 +129,15 @@ def fired_at(record: Record, *points: str) -> list[Cause]:
     return [fault_cause(fault) for fault in dict.fromkeys(fault.fault for fault in fired)]
 
 
-def unreleased(decode: Endpoint, prefill: Endpoint, params: Mapping[str, Any]) -> list[Cause]:
+def unreleased(record: Record) -> list[Cause]:
     """Why decode's releases went elsewhere: the ranks that it means, the port, or the size that both hang on."""
+    decode, prefill = record.setup.decode, record.setup.prefill
     release = decode.release
     field = "read_dp" if release.read_dp == "zero" else "release_port" if release.release_port == "tp" else ""
     ported = [policy_cause(release, field)] if prefill.dp > 1 and field else []
     wide = [] if prefill.tp == decode.tp else [policy_cause(release, "release_to")]
     sized = release.release_to == "holders" or (release.release_port != "tp" and prefill.dp > 1)
-    return [*(ported or wide), *(misread(decode, prefill, params) if sized else [])]
+    return [*(ported or wide), *(misread(record, "decode", 0) if sized else [])]
 
 
 def unannounced(record: Record, missing: list[str]) -> list[Cause]:
@@ -147,8 +157,7 @@ def unannounced(record: Record, missing: list[str]) -> list[Cause]:
         dp = record.leg("decode", course.index).get("remote_dp_rank", 0)
         if dp != course.prefill_dp:
             return [key_cause("remote_dp_rank", dp, "decode", f"prefill's leg went to {course.prefill_dp}")]
-    leg = record.leg("decode", mine[0].index if mine else 0)
-    width = misread(decode, prefill, leg, "blocks_ready_width", "blocks_ready_width")
+    width = misread(record, "decode", mine[0].index if mine else 0, "blocks_ready_width", "blocks_ready_width")
     return list(dict.fromkeys([policy_cause(decode.release, "blocks_ready_width"), *width])) if width else []
 
 
@@ -166,7 +175,7 @@ def untold_causes(record: Record, sets: Sets, untold: list[str]) -> list[Cause]:
     if not (causes or failed) and record.history.events("write_done_sent") and not set(untold) <= set(sets.written):
         params = record.leg("prefill")
         unmapped = [policy_cause(prefill.release, "write_map")] if prefill.tp != decode.tp else []
-        causes += misread(prefill, decode, params) or dp_size_cause(prefill, decode, params) or unmapped
+        causes += misread(record, "prefill", 0) or dp_size_cause(prefill, decode, params) or unmapped
     if decode.release.decode_timer == "none" and not any(engine.crashed for engine in record.side("D")):
         causes.append(policy_cause(decode.release, "decode_timer"))
     return causes

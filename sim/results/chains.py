@@ -6,16 +6,14 @@ policy of the release, a key of a leg, a planned fault. `kvcover.sim.search.caus
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from kvcover.sim.errors import PeerRefusal
 from kvcover.sim.releases.policies import FIELDS
 from kvcover.sim.releases.records import ConnectorRelease
 from kvcover.sim.results.result import Finding
-from kvcover.sim.scenario.endpoint import Endpoint
 
 
 class Lever(NamedTuple):
@@ -65,51 +63,6 @@ def fault_cause(fault: str) -> Cause:
 def key_cause(key: str, sent: Any, leg: str, truth: str) -> Cause:
     """A key of a leg that says something else than what is."""
     return Cause(f"`{key}` = {sent!r} was sent to {leg}, and {truth}", (Lever("key", key, leg),))
-
-
-_UNKNOWN = {
-    "refused": "refuses an unknown size",
-    "zero_is_own": "takes the peer to be as large as itself",
-    "non_positive_is_own": "takes the peer to be as large as itself",
-    "remote_tp_size_or_tp_size_or_own": "takes the peer to be as large as itself",
-}
-
-
-def peer_tp_causes(
-    release: ConnectorRelease, params: Mapping[str, Any], leg: str, field: str = "peer_tp", unknown: str = "unknown_tp_map"
-) -> list[Cause]:
-    """Why the peer's TP size was read from `leg` as it was; `unknown` is the field that says what a missing one counts as."""
-    policy = getattr(release, field)
-    sent, short = params.get("remote_tp_size"), params.get("tp_size")
-    reading, long_key, short_key = Lever("policy", field), Lever("key", "remote_tp_size", leg), Lever("key", "tp_size", leg)
-    if policy == "tp_size_or_1":
-        if "tp_size" in params:
-            return [Cause(f"release {release.name} reads `tp_size`, which was sent as {short!r}", (short_key, reading))]
-        causes = [Cause(f"release {release.name} reads `tp_size`, which was not sent, default 1", (short_key, reading))]
-        if "remote_tp_size" in params:
-            causes.append(Cause(f"`remote_tp_size` = {sent!r} was sent and not read", (reading,)))
-        return causes
-    if policy in ("true_size", "own_size"):
-        return [policy_cause(release, field)]
-    if sent:
-        return [Cause(f"`remote_tp_size` = {sent!r} was sent", (long_key, reading))]
-    if short:
-        return [Cause(f"`remote_tp_size` was not sent, `tp_size` = {short!r} was", (long_key, short_key, reading))]
-    text = f"neither `remote_tp_size` nor `tp_size` was sent; release {release.name} {_UNKNOWN[getattr(release, unknown)]}"
-    levers = dict.fromkeys((long_key, short_key, reading, Lever("policy", unknown)))
-    return [Cause(text, tuple(levers))]
-
-
-def misread(
-    me: Endpoint, peer: Endpoint, params: Mapping[str, Any], field: str = "peer_tp", unknown: str = "unknown_tp_map"
-) -> list[Cause]:
-    """Why `me` took the peer's TP size for another than it is; no cause if it didn't. `field` and `unknown` decide that."""
-    leg = "prefill" if me.letter == "P" else "decode"
-    try:
-        read = me.release.call(field)(params, me.tp, peer.tp)
-    except PeerRefusal:
-        read = None
-    return [] if type(read) is int and read == peer.tp else peer_tp_causes(me.release, params, leg, field, unknown)
 
 
 def span(names: Iterable[str]) -> str:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from collections import defaultdict
+from collections import Counter, defaultdict
 
 from kvcover.faults import Fault, KeyFault
+from kvcover.sim.cache.wrong import in_words
 from kvcover.sim.errors import nearest
 from kvcover.sim.kernel.events import Failed, FaultActed, Lost, Raised, Stuck
 from kvcover.sim.results.blame import (
@@ -18,8 +19,9 @@ from kvcover.sim.results.blame import (
     unreleased,
     untold_causes,
 )
-from kvcover.sim.results.chains import Cause, Found, fault_cause, misread, policy_cause, span
+from kvcover.sim.results.chains import Cause, Found, fault_cause, policy_cause, span
 from kvcover.sim.results.handshakes import bind_failures, dead_dials, refused_maps, wrong_dials
+from kvcover.sim.results.keys import misread
 from kvcover.sim.results.record import Record
 from kvcover.sim.results.result import RankCoverage, Sets
 
@@ -70,9 +72,10 @@ def _broken(record: Record) -> list[Found]:
     """Errors that no protocol makes: the code of this vLLM, or the machine, is broken, and the run says nothing more."""
     whose: dict[str, list[str]] = defaultdict(list)
     for event in record.history.events("crashed", "poisoned"):
-        if broken := getattr(event.fields, "broken", ""):
-            call = getattr(event.fields, "call", "")
-            whose[f"{broken} (in {call})" if call else broken].append(event.actor)
+        fields = event.fields
+        if isinstance(fields, Raised) and (broken := fields.broken):
+            where = ", ".join(each for each in (fields.call and f"in {fields.call}", fields.at) if each)
+            whose[f"{broken} ({where})" if where else broken].append(event.actor)
     return [
         Found(kind="broken", text=f"{span(dict.fromkeys(who))}: {error}", causes=[Cause("no fault of the protocol")])
         for error, who in whose.items()
@@ -176,9 +179,14 @@ def _wrong_content(record: Record, ranks: list[RankCoverage]) -> list[Found]:
     wrong = [decode.rank_name(r.dp, r.tp) for r in ranks if r.wrong]
     if not wrong or all(course.at_go is None for course in record.courses):
         return []
-    return [
-        Found(kind="wrong-content", text=f"{span(wrong)} used cells that hold something else", causes=content_causes(record, wrong))
-    ]
+    used = [cells for cells in record.wrong if record.courses[cells.request].at_go is not None]
+    kinds: Counter[str] = Counter()
+    for cells in used:
+        kinds.update(cells.kinds)
+    first = next((text for cells in used for text in cells.first), "")
+    told = f": {in_words(kinds)}; {first}" if kinds else ""
+    text = f"{span(wrong)} used cells that hold something else{told}"
+    return [Found(kind="wrong-content", text=text, causes=content_causes(record, wrong))]
 
 
 def _task_failures(record: Record) -> list[Found]:
@@ -200,7 +208,7 @@ def _task_failures(record: Record) -> list[Found]:
 def _untold_prefill(record: Record, sets: Sets) -> list[Found]:
     """Prefill ranks that hold data and were not told where it goes (WRITE), or that it was read (READ)."""
     told = set(sets.prefill_told or ())
-    prefill, decode = record.setup.prefill, record.setup.decode
+    prefill = record.setup.prefill
     busy = {course.prefill_dp for course in record.courses if not course.aborted}
     missing = [prefill.rank_name(dp, tp) for dp in sorted(busy) for tp in range(prefill.tp)
                if prefill.rank_name(dp, tp) not in told]  # fmt: skip
@@ -217,7 +225,7 @@ def _untold_prefill(record: Record, sets: Sets) -> list[Found]:
         Found(
             kind="prefill-not-released",
             text=f"{span(missing)} never got a release, so prefill holds the blocks until its timer",
-            causes=unreleased(decode, prefill, record.leg("decode")) + fired_at(record, "params"),
+            causes=unreleased(record) + fired_at(record, "params"),
         )
     ]
 
@@ -228,7 +236,7 @@ def _told_without_data(record: Record, ranks: list[RankCoverage], sets: Sets) ->
     if not empty or record.mode == "read":
         return []
     prefill, release = record.setup.prefill, record.setup.prefill.release
-    elsewhere = prefill.tp != decode.tp or bool(misread(prefill, decode, record.leg("prefill")))
+    elsewhere = prefill.tp != decode.tp or bool(misread(record, "prefill", 0))
     unmeant = release.write_done_to == "own_rank" and elsewhere and not set(empty) <= set(sets.written)
     return [
         Found(

@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Collection
 
 from kvcover.sim.kernel.events import Dial, Listener
 from kvcover.sim.results.blame import (
     dial_causes,
     initiator,
 )
-from kvcover.sim.results.chains import Cause, Found, misread, policy_cause, span
+from kvcover.sim.results.chains import Cause, Found, policy_cause, span
+from kvcover.sim.results.keys import misread
 from kvcover.sim.results.outcome import intended_peers
 from kvcover.sim.results.record import Record
 
 
 def wrong_dials(record: Record) -> list[Found]:
     """Handshakes that reached another rank than the one whose cells are meant."""
-    side, me, peer = initiator(record)
+    _, _, peer = initiator(record)
     wrong: dict[str, list[tuple[str, str]]] = defaultdict(list)
     requests: dict[str, int] = {}
-    all_meant: dict[str, bool] = {}
+    all_meant: dict[str, bool | None] = {}
     peers = record.ranks()
     ports: dict[str, int] = {}
     for event, dial in record.history.having(Dial, "dialled"):
@@ -31,16 +33,15 @@ def wrong_dials(record: Record) -> list[Found]:
         meant = span(peer.rank_name(meant_dp, tp) for tp in sorted(intended))
         wrong[event.peer].append((event.actor, meant))
         requests[event.peer] = event.request
-        all_meant[event.peer] = all_meant.get(event.peer, True) and dial.tp in intended
+        all_meant[event.peer] = _meant(dial, intended, all_meant.get(event.peer, True))
         ports.setdefault(event.peer, dial.port)
     findings = []
     for reached_name, pairs in wrong.items():
         actors = span(dict.fromkeys(actor for actor, _ in pairs))
         meant = span(dict.fromkeys(meant for _, meant in pairs))
-        params = record.leg(side, requests[reached_name])
         elsewhere = peers[reached_name][0].me is not peer
         shared = Cause("both engines have ports of one range on one host")
-        causes = [shared] if elsewhere else dial_causes(me, peer, params, all_meant[reached_name])
+        causes = [shared] if elsewhere else dial_causes(record, requests[reached_name], all_meant[reached_name])
         findings.append(
             Found(
                 kind="wrong-peer",
@@ -51,20 +52,28 @@ def wrong_dials(record: Record) -> list[Found]:
     return sorted(findings, key=lambda finding: finding.text)
 
 
+def _meant(dial: Dial, intended: Collection[int], others: bool | None) -> bool | None:
+    """Whether this dial, and the `others`, meant a TP rank that is intended; None if nobody can tell."""
+    if dial.tp is None or others is None:
+        return None
+    return others and dial.tp in intended
+
+
 def dead_dials(record: Record) -> list[Found]:
     """Handshakes to ports that nobody had bound."""
     dead = record.history.having(Dial, "dial_dead")
     if not dead:
         return []
-    side, me, peer = initiator(record)
     first = dead[0][0]
     bound_later = {address.port for e, address in record.history.having(Listener, "bound") if e.time_ns > first.time_ns}
     late = all(dial.port in bound_later for _, dial in dead)
     ports = span(dict.fromkeys(f"port {dial.port}" for _, dial in dead))
     effect = "which was bound only later; until then " if late else "which nobody bound; "
     effect += "a rank that dials it can't write" if record.mode == "write" else "the whole step waits for it"
-    meant = all(dial.tp in intended_peers(record.setup, record.ranks()[event.actor][1]) for event, dial in dead)
-    causes = [] if late else dial_causes(me, peer, record.leg(side, first.request), meant)
+    meant: bool | None = True
+    for event, dial in dead:
+        meant = _meant(dial, intended_peers(record.setup, record.ranks()[event.actor][1]), meant)
+    causes = [] if late else dial_causes(record, first.request, meant)
     return [
         Found(
             kind="dead-port",
@@ -79,13 +88,12 @@ def refused_maps(record: Record) -> list[Found]:
     refused = record.history.events("map_refused")
     if not refused:
         return []
-    prefill, decode = record.setup.prefill, record.setup.decode
+    prefill = record.setup.prefill
     return [
         Found(
             kind="map-refused",
             text=f"{span(dict.fromkeys(e.actor for e in refused))} can't map itself onto decode: {refused[0].detail}",
-            causes=misread(prefill, decode, record.leg("prefill", refused[0].request))
-            or [policy_cause(prefill.release, "write_map")],
+            causes=misread(record, "prefill", refused[0].request) or [policy_cause(prefill.release, "write_map")],
         )
     ]
 

@@ -86,12 +86,14 @@ def _sides(found: Any, place: str) -> list[dict[str, Any]]:
         raise InputError(place, f"{short(found)} is no result of kvcover", _HINT)
     if found.get("kind") != "confirmation":
         return [found]
-    sides = {name: side["result"] for name in _SIDES if isinstance(side := found.get(name), dict) and "result" in side}
-    if not all(isinstance(sides.get(name), dict) for name in _SIDES):
-        raise InputError(
-            place, "is a confirmation without both of its results", "give the file as `kvcover confirm -o FILE` wrote it"
-        )
-    return [{**sides[name], "confirmation": name} for name in _SIDES]
+    rows = []
+    for name in _SIDES:
+        side = found.get(name)
+        row = side.get("result") if isinstance(side, dict) else None
+        if not isinstance(row, dict):
+            raise InputError(place, f"is a confirmation without the result of {name}", _HINT)
+        rows.append(row | {"confirmation": name})
+    return rows
 
 
 def _one_document(text: str, place: str) -> list[Any] | None:

@@ -8,6 +8,7 @@ import msgspec
 
 from kvcover.sim.cache.geometry import Geometry
 from kvcover.sim.cache.ledger import Count
+from kvcover.sim.cache.wrong import WrongCells
 from kvcover.sim.kernel.history import History
 from kvcover.sim.scenario.endpoint import Endpoint, Request
 from kvcover.sim.scenario.setup import Setup
@@ -61,9 +62,37 @@ class EngineEnd(msgspec.Struct, frozen=True, kw_only=True):
     held: tuple[int, ...]
 
 
+class KeyRead(msgspec.Struct, frozen=True):
+    """One line of the connector that read a key of its leg: how ([], get, in, pop, items, …), and what it took if it was absent.
+
+    `default` is as `repr` writes it; empty if there was none, and then an absent key was an error, or only looked for.
+    """
+
+    key: str
+    file: str
+    line: int
+    function: str
+    code: str
+    how: str
+    absent: bool
+    default: str = ""
+
+    @property
+    def place(self) -> str:
+        return f"{self.file}:{self.line}"
+
+
+class LegReads(msgspec.Struct, frozen=True):
+    """All reads of one leg, in order. `copied` are places that made copies of it which may have been read unseen."""
+
+    reads: tuple[KeyRead, ...] = ()
+    copied: tuple[str, ...] = ()
+
+
 class Record(msgspec.Struct, frozen=True, kw_only=True):
     """A finished run. `legs` are the params as they left the router, by request and side; `fired` counts by planned fault.
 
+    `reads` says of a leg what the connector read of it, where that was seen. `wrong` tells of wrong cells, by rank.
     `observed` are the kinds of event that the tier sees if they happen, and `landing` if it knows when bytes arrive; None: all.
     `stray` counts cells of others that changed, None if nobody looked.
     """
@@ -77,6 +106,8 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     fired: tuple[int, ...]
     stray: int | None
     observed: frozenset[str] | None = None
+    reads: dict[tuple[int, str], LegReads] = {}
+    wrong: tuple[WrongCells, ...] = ()
 
     def sees(self, kind: str) -> bool:
         """Whether there would be an event of this kind if it had happened."""

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from kvcover.sim.cache.wrong import WrongCells, in_words
+from kvcover.sim.results.keys import LegKeys, all_in_words
 from kvcover.sim.results.result import GOOD, MEANING, OUTCOMES, RankCoverage, Remedies, Result, raced
 from kvcover.sim.results.verdict import judge_cells, together
 
@@ -59,14 +61,14 @@ def hanging(mark: str, text: str) -> Table:
     return grid
 
 
-def show_matrix(results: list[Result], not_run: Sequence[str] = ()) -> None:
-    """One table a mode, prefill TP down, decode TP across, then the line that sums it up; why each of the others was not run."""
+def show_matrix(results: list[Result]) -> None:
+    """One table a mode, prefill TP down, decode TP across, then the line that sums it up."""
     out = console()
     for mode in dict.fromkeys(result.mode for result in results):
         _show_mode(out, [result for result in results if result.mode == mode])
     if any(r.outcome == "vacuous" for r in results):
         out.print(f"vacuous: {MEANING['vacuous']}")
-    out.print(summary_line(results, not_run))
+    out.print(summary_line(results))
     bad = [r for r, (_, verdict) in zip(results, judge_cells(results), strict=True) if verdict.status == "fail"]
     if bad:
         worst = max(bad, key=lambda r: OUTCOMES.index(r.outcome))
@@ -83,14 +85,14 @@ def _worst(result: Result) -> str:
     return "worst: " + ", ".join(f"{check.name} failed" for check in result.checks if check.verdict == "fail")
 
 
-def summary_line(results: list[Result], not_run: Sequence[str] = ()) -> str:
+def summary_line(results: list[Result]) -> str:
     """What a matrix found, in one line: the judge's verdict, and outcomes by mode."""
     verdicts = judge_cells(results)
-    whole, bad = together(verdicts, "pairings", not_run), sum(verdict.status == "fail" for _, verdict in verdicts)
+    whole, bad = together(verdicts, "pairings"), sum(verdict.status == "fail" for _, verdict in verdicts)
     said = {
         "pass": "every pairing is good",
         "fail": f"{bad} of {len(results)} pairings are not good",
-        "inconclusive": whole.text,
+        "inconclusive": f"nothing is shown, as {whole.text}",
     }
     parts = []
     for mode in dict.fromkeys(result.mode for result in results):
@@ -110,7 +112,7 @@ def _fails(result: Result) -> bool:
     return any(check.verdict == "fail" and check.name != "no-race" for check in result.checks)
 
 
-def matrix_markdown(results: list[Result], not_run: Sequence[str] = ()) -> str:
+def matrix_markdown(results: list[Result]) -> str:
     """The same as Markdown: one table a mode, what ran, and the line that sums it up."""
     lines = []
     for mode in dict.fromkeys(result.mode for result in results):
@@ -119,15 +121,15 @@ def matrix_markdown(results: list[Result], not_run: Sequence[str] = ()) -> str:
         lines += [f"**{mode.upper()}**, vLLM {_releases(first)}, {first.model}, {first.tier} tier: coverage and outcome", ""]
         lines += ["| P \\ D | " + " | ".join(f"TP{tp}" for tp in columns) + " |", "|---" * (len(columns) + 1) + "|"]
         for prefill in dict.fromkeys(result.prefill["tp"] for result in mine):
-            cells = {r.decode["tp"]: f"{fraction(r.coverage)} {r.outcome}{_race(r)}" for r in mine if r.prefill["tp"] == prefill}
-            row = [cells.get(tp, "not run") for tp in columns]
+            cells = {r.decode["tp"]: r for r in mine if r.prefill["tp"] == prefill}
+            row = [f"{fraction(r.coverage)} {r.outcome}{_race(r)}" if (r := cells.get(tp)) else "not run" for tp in columns]
             lines.append(f"| TP{prefill} | " + " | ".join(row) + " |")
         lines.append("")
     backend = results[0].backend
     if backend:
         trees = backend.get("prefill_vllm"), backend.get("decode_vllm")
         lines.append(f"mori.io: {backend.get('mori')}; connector files: {_hashes(trees)}")
-    return "\n".join([*lines, summary_line(results, not_run)])
+    return "\n".join([*lines, summary_line(results)])
 
 
 def _hashes(trees: tuple[object, object]) -> str:
@@ -156,7 +158,7 @@ def _show_mode(out: Console, results: list[Result]) -> None:
             for decode in part:
                 result = cells.get((prefill, decode))
                 if result is None:
-                    row.append(Text("not run"))
+                    row.append(Text("not run", style="reverse"))
                     continue
                 row.append(Text(fraction(result.coverage) + "\n").append_text(outcome_text(result.outcome)).append(_race(result)))
             table.add_row(*row, end_section=True)
@@ -206,6 +208,24 @@ def show_result(result: Result) -> None:
         timers = ", ".join(f"{name} {value:g} s" for name, value in (result.backend.get("timers_s") or {}).items())
         out.print(f"mori.io: {result.backend.get('mori')}; the connector's timers: {timers or 'its own'}")
     out.print("replay: " + result.replay, soft_wrap=True)
+
+
+def show_forensics(result: Result) -> None:
+    """What a real run kept for whoever looks for the line at fault."""
+    out, backend = console(), result.backend or {}
+    legs = msgspec.convert(backend.get("keys", []), list[LegKeys])
+    if not legs:
+        out.print("keys: nobody saw which were read")
+    for leg in legs:
+        for line in all_in_words(leg):
+            out.print(hanging("keys: ", line))
+    for cells in msgspec.convert(backend.get("wrong_cells", []), list[WrongCells]):
+        for line in [in_words(cells.kinds), *cells.first]:
+            out.print(hanging(f"{cells.rank}, request {cells.request}, wrong: ", line))
+    for each in backend.get("tracebacks", []):
+        out.print(hanging(f"{each['rank']}, {each['effect']}: ", each["traceback"].rstrip()))
+    for line in backend.get("log_tail", []):
+        out.print(hanging("log: ", line))
 
 
 def show_findings(result: Result) -> None:

@@ -7,7 +7,8 @@ from collections.abc import Iterable
 from kvcover.sim.errors import InputError
 from kvcover.sim.kernel.events import Dial, Sent
 from kvcover.sim.kernel.history import Event
-from kvcover.sim.results.chains import peer_tp_causes, span
+from kvcover.sim.results.chains import span
+from kvcover.sim.results.keys import in_words, peer_tp_causes, tell_keys
 from kvcover.sim.results.outcome import request_outcome
 from kvcover.sim.results.record import Record
 from kvcover.sim.results.result import MEANING
@@ -104,10 +105,12 @@ def _legs(record: Record, request: int) -> list[str]:
         lines.append(f"router → {side}: {sizes or 'no sizes'} ({len(params)} keys)")
     side = "prefill" if record.mode == "write" else "decode"
     endpoint = record.setup.prefill if side == "prefill" else record.setup.decode
-    if params := record.legs.get((request, side)):
+    if seen := [line for leg in tell_keys(record) if request in leg.requests for line in in_words(leg)]:
+        lines += seen
+    elif params := record.legs.get((request, side)):
         by_model = record.tier != "model"
-        told = "; ".join(cause.told(by_model) for cause in peer_tp_causes(endpoint.release, params, side))
-        lines.append(f"{side} reads it: {told}")
+        read = "; ".join(cause.told(by_model) for cause in peer_tp_causes(endpoint.release, params, side))
+        lines.append(f"{side} reads it: {read}")
     fired = [event.detail for event in record.history.events("fault_fired") if event.request in (request, -1)]
     if fired:
         lines.append(f"faults that fired: {', '.join(dict.fromkeys(fired))}")
@@ -126,14 +129,19 @@ def _groups(events: list[Event]) -> Iterable[list[Event]]:
 def _line(group: list[Event]) -> str:
     first, last = group[0], group[-1]
     when = f"{first.time_ns / 1e6:.3f}" if first.time_ns == last.time_ns else f"{first.time_ns / 1e6:.3f}–{last.time_ns / 1e6:.3f}"
-    text = _TOLD[first.kind].format(
+    return f"{when} ms  {told(group)}"
+
+
+def told(group: list[Event]) -> str:
+    """Events of one kind in words: who did what, to whom."""
+    first = group[0]
+    return _TOLD[first.kind].format(
         who=span(dict.fromkeys(event.actor for event in group)),
         whom=_whom(group),
         n=len(group),
         layers=len({event.layer for event in group}),
         detail=first.detail,
     )
-    return f"{when} ms  {text}"
 
 
 def _whom(group: list[Event]) -> str:

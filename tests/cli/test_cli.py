@@ -119,7 +119,12 @@ def test_why_tells_what_a_real_run_kept(kvcover: Any, tmp_path: Path) -> None:
     )
     code, out, err = kvcover("why", str(path))
     assert (code, err) == (0, "")
-    assert out.splitlines() == ["P0 wrote \\x1b[31mred", "so: ok", "the model ends it as corrupt, and this run as ok"]
+    assert out.splitlines() == [
+        "P0 wrote \\x1b[31mred",
+        "so: ok",
+        "the model ends it as corrupt, and this run as ok",
+        "it keeps no events that could be compared with the model's",
+    ]
 
 
 @pytest.mark.parametrize("edited", [

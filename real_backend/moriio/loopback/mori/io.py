@@ -92,6 +92,7 @@ class TransferStatus:
         self._code = StatusCode.INIT
         self._message = ""
         self._lock = threading.Lock()
+        self.done_ns = 0  # when it first said success, on the monotonic clock; the real library keeps no such time
 
     def Code(self) -> StatusCode:  # the real library's spelling
         """Return the current code."""
@@ -121,6 +122,8 @@ class TransferStatus:
         """Move to `code`, unless an error was stored before."""
         with self._lock:
             if self._code <= StatusCode.ERR_BEGIN:
+                if code == StatusCode.SUCCESS and not self.done_ns:
+                    self.done_ns = time.monotonic_ns()
                 self._code, self._message = code, message
 
 
