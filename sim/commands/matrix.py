@@ -54,7 +54,7 @@ def command(mode: str, prefill: str, decode: str, markdown: bool, baseline: str 
     results = [result for result in now.values() if not isinstance(result, TierError)]
     lines = [result.to_json() for result in results]
     write_output(options["output"], results_text(options["output"], lines))
-    _show(results, [str(each) for each in now.values() if isinstance(each, TierError)], markdown, options["as_json"])
+    _show(results, lines, markdown, options["as_json"])
     _judge(now, before, baseline, junit, options)
 
 
@@ -80,17 +80,17 @@ def _run(scenarios: list[Scenario], baseline: str | None, options: dict[str, Any
     return dict(zip(named, now, strict=True)), stored if release is None else dict(zip(named, stock, strict=True))
 
 
-def _show(results: list[Result], not_run: list[str], markdown: bool, as_json: bool) -> None:
+def _show(results: list[Result], lines: list[str], markdown: bool, as_json: bool) -> None:
     if as_json:
-        click.echo("".join(result.to_json() + "\n" for result in results), nl=False)
+        click.echo("".join(line + "\n" for line in lines), nl=False)
     elif results and markdown:
         from kvcover.sim.results.show import matrix_markdown
 
-        click.echo(matrix_markdown(results, not_run))
+        click.echo(matrix_markdown(results))
     elif results:
         from kvcover.sim.results.show import show_matrix
 
-        show_matrix(results, not_run)
+        show_matrix(results)
 
 
 def _judge(now: Found, before: Found | None, baseline: str | None, junit: str | None, options: dict[str, Any]) -> None:

@@ -121,8 +121,8 @@ def matrix_markdown(results: list[Result]) -> str:
         lines += [f"**{mode.upper()}**, vLLM {_releases(first)}, {first.model}, {first.tier} tier: coverage and outcome", ""]
         lines += ["| P \\ D | " + " | ".join(f"TP{tp}" for tp in columns) + " |", "|---" * (len(columns) + 1) + "|"]
         for prefill in dict.fromkeys(result.prefill["tp"] for result in mine):
-            cells = {r.decode["tp"]: r for r in mine if r.prefill["tp"] == prefill}
-            row = [f"{fraction(r.coverage)} {r.outcome}{_race(r)}" if (r := cells.get(tp)) else "not run" for tp in columns]
+            cells = {r.decode["tp"]: f"{fraction(r.coverage)} {r.outcome}{_race(r)}" for r in mine if r.prefill["tp"] == prefill}
+            row = [cells.get(tp, "not run") for tp in columns]
             lines.append(f"| TP{prefill} | " + " | ".join(row) + " |")
         lines.append("")
     backend = results[0].backend
@@ -158,7 +158,7 @@ def _show_mode(out: Console, results: list[Result]) -> None:
             for decode in part:
                 result = cells.get((prefill, decode))
                 if result is None:
-                    row.append(Text("not run", style="reverse"))
+                    row.append(Text("not run"))
                     continue
                 row.append(Text(fraction(result.coverage) + "\n").append_text(outcome_text(result.outcome)).append(_race(result)))
             table.add_row(*row, end_section=True)

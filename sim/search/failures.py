@@ -168,7 +168,9 @@ class Exploration(msgspec.Struct):
             return inconclusive("nothing was run")
         left = self.outcomes.get("invalid", 0) + self.outcomes.get("skipped", 0)
         if whole and (left or self.stopped):
-            return inconclusive(f"the grid was not run whole: {self.ended or f'{left} of {self.runs} drafts were not run'}")
+            return inconclusive(
+                f"{self.ended} before the whole grid was run" if self.stopped else f"{left} of {self.runs} were not run"
+            )
         return PASS if self.passed else inconclusive(f"none of {self.runs} runs passed, so nothing was put to the test")
 
     @property
