@@ -270,7 +270,7 @@ def test_a_corpus_that_leaves_out_runs_is_no_pass() -> None:
     with mock.patch.object(Spoilt, "can", able):
         code, err = on_tier("corpus", None, None)
     assert code == 3
-    assert "were not run: tier connector can't inject its faults" in err
+    assert "were not run: tier connector can't inject their faults" in err
 
 
 # -- replay ----------------------------------------------------------------------------------------------------------

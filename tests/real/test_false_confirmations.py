@@ -201,12 +201,12 @@ ATTEMPTS: list[tuple[str, Edit, int, str]] = [
     ("coverage at the end", put(BEFORE, coverage_end=1.0), WRONG, "coverage_end is 1"),
     ("one rank", rank(AFTER, 0, coverage=0.5), WRONG, "not 1 in all"),
     ("a rank without its share", rank(AFTER, 0, coverage=None), WRONG, "has shares where it has no request"),
-    ("a share over 1", rank(AFTER, 0, coverage=1.5, missing=-0.5), WRONG, "not 1 in all"),
+    ("a share over 1", rank(AFTER, 0, coverage=1.5, missing=-0.5), WRONG, "1.5 is no share of the cells"),
     ("a rank left out", lambda b, a: a["by_rank"].pop(), WRONG, "ranks are not those"),
     ("outcome", put(AFTER, outcome="refused"), WRONG, "and ok the worst of its requests"),
     ("outcome of all", put(BEFORE, outcome="hang"), WRONG, "and corrupt the worst"),
     ("outcome of a request", put(BEFORE, by_request=["ok"], outcome="ok"), WRONG, "coverage-at-go is fail"),
-    ("an unknown outcome", put(AFTER, outcome="great", by_request=["great"]), WRONG, "no outcome 'great'"),
+    ("an unknown outcome", put(AFTER, outcome="great", by_request=["great"]), WRONG, "outcome: 'great' is none"),
     ("two requests of one", put(AFTER, by_request=["ok", "ok"]), WRONG, "2 outcomes of 1 requests"),
     ("told and ranks", lambda b, a: b["sets"].update(told=["D0"]), WRONG, "told are"),
     ("needed", lambda b, a: a["sets"].update(needed=["D0"]), WRONG, "needed"),
@@ -220,7 +220,7 @@ ATTEMPTS: list[tuple[str, Edit, int, str]] = [
     ("a tier that is none", all_of(put(BEFORE, tier="gpu"), put(AFTER, tier="gpu")), WRONG, "no tier 'gpu'"),
     ("a digest", put(AFTER, digest="0" * 32), WRONG, "has a digest"),
     ("no backend", put(AFTER, backend=None), WRONG, "does not say what ran"),
-    ("a word for a number", put(AFTER, coverage="1.0"), WRONG, "expected `float`, got `str` at coverage"),
+    ("a word for a number", put(AFTER, coverage="1.0"), WRONG, "Expected `float`, got `str` - at `$.coverage`"),
     ("another schema", put(AFTER, schema=2), WRONG, "schema 2"),
 ]  # fmt: skip
 
@@ -290,13 +290,13 @@ def test_a_patched_tree_is_confirmed_as_what_it_is(tmp_path: Path, confirm: Any)
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("", "is not JSON"),
+        ("", "holds no result"),
         ("{", "is not JSON"),
-        ("[]", "is no result"),
+        ("[]", "holds no result"),
         ("[" * 100_000, "nested too deeply"),
         ('{"error": ["--tier hardware", "the run failed", ""]}', "holds no result, but why there is none"),
         ('{"schema": 1}', "is no result of kvcover"),
-        ('{"schema": 1}\n{"schema": 1}', "holds several results"),
+        ('{"schema": 1}\n{"schema": 1}', "holds 2 results"),
         ("\x00", "is not JSON"),
     ],
 )

@@ -132,7 +132,7 @@ def test_what_an_earlier_session_left_is_gone_before_this_one_begins(tmp_path: P
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "3")
     given, stale = tmp_path / "scenario.json", tmp_path / "result.json"
-    given.write_text("{}")
+    given.write_text('{"mode": "write"}')
     stale.write_text(GOOD.to_json())
     with pytest.raises(TierError, match="3 processes for 2 ranks"):
         session.begin(str(given), stale, None, test=True)
