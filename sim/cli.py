@@ -18,6 +18,7 @@ import click
 
 from kvcover import __version__
 from kvcover.sim.errors import InputError, nearest, plain, short
+from kvcover.sim.signals import Ended, unwind_on_signals
 
 COMMANDS = {
     "run": "kvcover.sim.commands.run:command",
@@ -82,8 +83,8 @@ def _left_to_main() -> Iterator[None]:
     """What ends a command early: click itself would print an empty line for the one, and exit with 1 for the other."""
     try:
         yield
-    except KeyboardInterrupt:
-        raise click.Abort from None
+    except KeyboardInterrupt as stop:
+        raise click.Abort from stop
     except BrokenPipeError:
         raise ReaderLeft from None
 
@@ -107,6 +108,7 @@ def main() -> None:
     if sys.stdout is None:  # its number would be that of the next file or socket
         fail("standard output: is closed; leave it open, as with >/dev/null")
     _degrade_characters()
+    unwind_on_signals()
     try:
         code = _run()
         sys.stdout.flush()
@@ -129,7 +131,7 @@ def _run() -> int:
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else 0
     except InputError as error:
-        fail(str(error))
+        fail(str(error), error.exit_code)
     except click.exceptions.NoArgsIsHelpError as error:
         click.echo(error.format_message())
         return 2
@@ -137,7 +139,9 @@ def _run() -> int:
         fail(_one_line(error))
     except click.ClickException as error:
         fail(error.format_message())
-    except (click.Abort, KeyboardInterrupt):
+    except (click.Abort, KeyboardInterrupt) as stop:
+        if isinstance(ended := stop.__cause__ or stop, Ended):
+            fail(f"ended by {ended.name}", 128 + ended.number)
         fail("interrupted", 130)
 
 

@@ -12,7 +12,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 import weakref
@@ -25,6 +24,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from kvcover.real_backend.driver.reports import Escaped
+from kvcover.sim import launch
 from kvcover.sim.errors import TierError
 
 HOST = "127.0.0.1"
@@ -36,7 +36,6 @@ _ANSWER_LIMIT_S = 30.0
 _STOPPED_AFTER_S = 2.0
 _LAST_WORDS_S = 5.0
 _END_LIMIT_S = 2.0
-_LONG_PATH = 60  # a socket's path may have 107 bytes
 MOST_RANKS = 28
 """Ranks of one engine that its range of ports has room for."""
 
@@ -88,21 +87,13 @@ class TreeServer:
         self._lock = threading.Lock()
         self.log = work / f"server-{os.getpid()}-{id(self):x}.log"
         self._pipe, end = multiprocessing.Pipe()
-        own = {"PYTHONSAFEPATH": "1"}  # no module comes from the current folder, neither there nor in what vLLM starts
-        if len(str(work)) < _LONG_PATH:
-            own["TMPDIR"] = str(work)
+        command = launch.python("-m", "kvcover.real_backend.inside.forkserver", str(end.fileno()))
+        own = launch.environment(TMPDIR=str(work))  # vLLM's sockets are there, and deleted with it
         with self.log.open("ab") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "kvcover.real_backend.inside.forkserver", str(end.fileno())],
-                pass_fds=[end.fileno()],
-                env=os.environ | own,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,  # Ctrl-C is for the driver, which ends its servers
-            )
+            self._launched = launch.Launched(command, env=own, folder=work, pass_fds=[end.fileno()], stdout=log, stderr=log)
         end.close()
-        self._close = weakref.finalize(self, _end_server, self._process, self._pipe)
+        self._process = self._launched.process
+        self._close = weakref.finalize(self, _end_server, self._launched, self._pipe)
         self._pipe.send((tree, work, read_abort_s, device()))
 
     def await_ready(self) -> None:
@@ -175,14 +166,11 @@ class TreeServer:
         return lines[-1][:300] if lines else ""
 
 
-def _end_server(process: subprocess.Popen[bytes], pipe: Connection) -> None:
+def _end_server(launched: launch.Launched, pipe: Connection) -> None:
     pipe.close()  # it ends by itself, and helpers of its children then clear up shared memory
-    try:
-        process.wait(_END_LIMIT_S)
-    except subprocess.TimeoutExpired:  # it still imports
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)  # it is the leader of its session, and its children are in it
-        process.wait()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        launched.process.wait(_END_LIMIT_S)
+    launched.stop()
 
 
 def how_it_ended(code: int | None) -> str:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import tempfile
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
@@ -49,8 +48,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--show", action="store_true", help="print what every rank saw")
     options = parser.parse_args(arguments)
     chosen = [each for each in planned(options.release) if options.only in each.id]
-    with tempfile.TemporaryDirectory(prefix="kvcover-") as work:
-        harness = Harness(options.tree, Path(work))
+    with launch.work_folder() as work:
+        harness = Harness(options.tree, work)
         for each in chosen:
             row = _measure(harness, options.tree, each, options.date, options.show)
             if options.out:

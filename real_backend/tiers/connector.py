@@ -27,6 +27,7 @@ from kvcover.real_backend.machine.trees import Tree, check_machine, choose
 from kvcover.real_backend.tiers.declared import DRAWN, INJECTED, PINS, fit
 from kvcover.real_backend.tiers.report import to_result
 from kvcover.real_backend.tiers.translate import free_mb, memory_mb, refuse_unlike_layers, to_trial
+from kvcover.sim import launch
 from kvcover.sim.errors import InputError, TierError
 from kvcover.sim.progress import Progress, progress
 from kvcover.sim.releases.records import NEWEST
@@ -71,16 +72,16 @@ class ConnectorTier(Tier):
         check_machine()
         groups = _group(scenarios, vllms)
         results: dict[int, Result | TierError] = {}
-        with progress(len(scenarios), "starting") as bar, tempfile.TemporaryDirectory(prefix="kvcover-") as work:
+        with progress(len(scenarios), "starting") as bar, launch.work_folder() as work:
             harnesses: list[Harness] = []
             try:
                 for group in groups[:2]:
-                    harnesses.append(_start(group, Path(work)))
+                    harnesses.append(_start(group, work))
                 for position, group in enumerate(groups):
                     results |= _run_group(group, harnesses[position], vllms, bar, keep_errors, pace)
                     harnesses[position].close()
                     if position + 2 < len(groups):
-                        harnesses.append(_start(groups[position + 2], Path(work)))
+                        harnesses.append(_start(groups[position + 2], work))
             finally:
                 for harness in harnesses:
                     harness.close()

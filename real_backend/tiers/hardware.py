@@ -9,8 +9,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -22,6 +20,7 @@ from kvcover.real_backend.machine.trees import choose, refuse_other_release
 from kvcover.real_backend.tiers.connector import as_trees
 from kvcover.real_backend.tiers.declared import DRAWN, INJECTED, fit
 from kvcover.real_backend.tiers.translate import refuse_unlike_layers, to_trial
+from kvcover.sim import launch
 from kvcover.sim.errors import TierError
 from kvcover.sim.results.result import Result
 from kvcover.sim.scenario.scenario import Scenario
@@ -113,17 +112,14 @@ def launch(scenario: Scenario, vllm: str, options: tuple[str, ...], limit_s: flo
     trial = to_trial(scenario)
     refuse_unlike_layers(trial)
     ranks = trial.ranks
-    with tempfile.TemporaryDirectory(prefix="kvcover-") as work:
-        given, written, log = Path(work) / "scenario.json", Path(work) / "result.json", Path(work) / "log"
+    with launch.work_folder() as work:
+        given, written, log = work / "scenario.json", work / "result.json", work / "log"
         given.write_bytes(msgspec.json.encode(scenario))
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+        command = launch.python("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks))
         command += ["-m", "kvcover.real_backend.tiers.torchrun", str(given), "-o", str(written), "--vllm", vllm, *options]
-        environment = os.environ | {"PYTHONSAFEPATH": "1"}  # no module comes from the current folder, as `-m` would have it
-        with log.open("wb") as out:
+        with log.open("wb") as out, launch.Launched(command, folder=work, stdout=out, stderr=out) as torchrun:
             try:
-                subprocess.run(
-                    command, env=environment, stdout=out, stderr=out, stdin=subprocess.DEVNULL, timeout=limit_s, check=False
-                )
+                torchrun.process.wait(limit_s)
             except subprocess.TimeoutExpired:
                 raise TierError("--tier hardware", f"no result after {limit_s:g} s: {_end_of(log)}", "run it again") from None
         if not written.exists():

@@ -16,7 +16,6 @@ import os
 import signal
 import socket
 import sys
-import tempfile
 import threading
 import time
 import traceback
@@ -188,13 +187,13 @@ def _be_rank(options: argparse.Namespace, meeting: Meeting) -> None:
     host = own_host(test)
     device = _device(meeting.local_rank) if not test or options.device == "cuda" else "cpu"
     tree = _tree(options.vllm, (mine.role == "decode" and scenario.decode_release) or scenario.release)
-    with ExitStack() as stack, tempfile.TemporaryDirectory(prefix="kvcover-") as work:
+    with ExitStack() as stack, launch.work_folder() as work:
         ports = _agree_on_ports(meeting, trial, mine, host, stack)
         if test:
             prepare(tree.path, trial.limits.read_abort_s, options.device)
         else:
             prepare_device(tree.path, trial.limits.read_abort_s, host)
-        config = ConfigFactory(Path(work) / "models").engine(trial, mine.role, mine.dp, ports[mine.role])
+        config = ConfigFactory(work / "models").engine(trial, mine.role, mine.dp, ports[mine.role])
         suit(config, host, options.transport, device.partition(":")[0])
         about = describe(tree.path) | {
             "mori": "loopback" if test else _mori(options.transport),
@@ -202,13 +201,13 @@ def _be_rank(options: argparse.Namespace, meeting: Meeting) -> None:
             "host": host,
         }
         meeting.tell(f"about/{meeting.rank}", about)
-        for_ranks = _share_book(meeting, trial, Path(work) / "book")
+        for_ranks = _share_book(meeting, trial, work / "book")
         leader = None
         if meeting.rank == 0:
             listener = Listener((host, 0), authkey=_new_key(meeting))
             meeting.tell("listener", [host, listener.address[1]])
             leader = threading.Thread(
-                target=_lead, args=(options, meeting, trial, ports, Path(work), listener), daemon=True, name="leader"
+                target=_lead, args=(options, meeting, trial, ports, work, listener), daemon=True, name="leader"
             )
             leader.start()
         _serve(meeting, for_ranks, config, mine, ports, device)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+import threading
 from collections.abc import Iterator
 from concurrent.futures import Executor
 from contextlib import contextmanager
@@ -26,12 +28,31 @@ def executor(processes: int | None, dask: str | None) -> Iterator[tuple[Executor
 
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["kvcover.sim.search.explore"])
-    with _no_code_from_here(), ProcessPoolExecutor(workers, mp_context=context) as pool:
+    with _no_code_from_here(), ProcessPoolExecutor(workers, mp_context=context, initializer=_end_with_parent) as pool:
         try:
             yield pool, workers
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
+            for worker in multiprocessing.active_children():
+                worker.terminate()
             raise
+
+
+def _end_with_parent() -> None:
+    """Let this process of a pool end when the process that made the pool does, however that dies. Ctrl-C is for that one."""
+    from multiprocessing import parent_process
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    parent = parent_process()
+    if parent is not None:
+        threading.Thread(target=_end_after, args=(parent.sentinel,), daemon=True).start()
+
+
+def _end_after(sentinel: int) -> None:
+    from multiprocessing.connection import wait
+
+    wait([sentinel])
+    os._exit(1)
 
 
 @contextmanager
