@@ -98,6 +98,7 @@ class EngineLoop(threading.Thread):
     def submit(self, index: int, request_id: str, leg: Params) -> None:
         """Hand a leg to the engine; it is admitted at the next step."""
         self._inbox.put((index, request_id, leg))
+        self._progress()
 
     def stop(self) -> None:
         """Ask the loop to end; it does so at the next step, or never if a rank is stuck in one."""

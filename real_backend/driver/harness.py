@@ -23,6 +23,7 @@ from kvcover.real_backend.driver.book import SharedInjector
 from kvcover.real_backend.driver.children import Children
 from kvcover.real_backend.driver.engine import Abort, EngineLoop, Tracked
 from kvcover.real_backend.driver.journal import Journal
+from kvcover.real_backend.driver.lookout import Lookout
 from kvcover.real_backend.driver.processes import Child, Ports, ProcessDied, TreeServer, reserve_ports
 from kvcover.real_backend.driver.rank_faults import ProcessFaults
 from kvcover.real_backend.driver.reports import Escaped, RunSeen
@@ -132,6 +133,15 @@ def drive(
     trial: Trial, children: Children, faults: ProcessFaults, book: SharedInjector, start_limit_s: float, started: float
 ) -> RunSeen:
     """Wait until all children are up, run the trial and judge it; `started` is when it began, on the monotonic clock."""
+    with Lookout(children.all, 0.5) as lookout:
+        seen = _drive(trial, children, faults, book, start_limit_s, started)
+    lookout.trouble()
+    return seen
+
+
+def _drive(
+    trial: Trial, children: Children, faults: ProcessFaults, book: SharedInjector, start_limit_s: float, started: float
+) -> RunSeen:
     problem = children.await_start(start_limit_s, faults.late)
     if problem:
         refuse_misfits(problem[0])

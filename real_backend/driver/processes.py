@@ -42,16 +42,21 @@ MOST_RANKS = 28
 
 @dataclass(frozen=True, slots=True)
 class Ports:
-    """First ports of an engine; each rank binds base + its offset. `http` is announced, never bound."""
+    """First ports of an engine on its host; each rank binds base + its offset. `http` is announced, never bound.
+
+    `secret` is what sockets of the run know each other by, if all of it is on one machine.
+    """
 
     handshake: int
     notify: int
     http: int
+    host: str = HOST
+    secret: bytes = b""
 
     @property
     def zmq_address(self) -> str:
         """The address as a router writes it into request ids."""
-        return f"host:{HOST},handshake:{self.handshake},notify:{self.notify}"
+        return f"host:{self.host},handshake:{self.handshake},notify:{self.notify}"
 
     @property
     def notices(self) -> range:
@@ -225,7 +230,7 @@ class Child:
 
     def check_moving(self) -> None:
         """Raise ProcessDied if something else than a planned fault has stopped the process."""
-        if not self.planned_stop and _is_stopped(self.pid):
+        if not self.planned_stop and is_stopped(self.pid):
             raise ProcessDied(self.name, "does not answer: it is stopped")
 
     def signal(self, number: signal.Signals) -> None:
@@ -245,6 +250,8 @@ class Child:
 
     def _receive(self, pipe: Connection) -> Any:
         try:
+            while not pipe.poll(_STOPPED_AFTER_S):
+                self.check_moving()
             return pipe.recv()
         except (EOFError, OSError):
             raise self._died() from None
@@ -261,7 +268,8 @@ class Child:
         return Escaped(self.name, "process", "Died", error.how)
 
 
-def _is_stopped(pid: int) -> bool:
+def is_stopped(pid: int) -> bool:
+    """Whether somebody holds a process."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
     except (OSError, IndexError):
@@ -289,7 +297,9 @@ def reserve_ports() -> Iterator[tuple[Ports, Ports]]:
             guard.close()
             continue
         with guard:
-            yield Ports(first, first + 32, first + 120), Ports(first + 64, first + 92, first + 121)
+            secret = os.urandom(32)
+            prefill = Ports(first, first + 32, first + 120, secret=secret)
+            yield prefill, Ports(first + 64, first + 92, first + 121, secret=secret)
         return
     raise OSError("no free range of ports for a run")
 

@@ -55,17 +55,6 @@ _TEST_LIMITS = Limits(transfer_s=8.0, defer_s=10.0, read_abort_s=8.0)
 
 
 @dataclass(frozen=True, slots=True)
-class HostPorts(Ports):
-    """Ports of an engine on a host of its own."""
-
-    host: str = HOST
-
-    @property
-    def zmq_address(self) -> str:
-        return f"host:{self.host},handshake:{self.handshake},notify:{self.notify}"
-
-
-@dataclass(frozen=True, slots=True)
 class Position:
     """Which rank of which engine a process is."""
 
@@ -251,10 +240,10 @@ def _agree_on_ports(meeting: Meeting, trial: Trial, mine: Position, host: str, s
     if mine.dp == mine.tp == 0:
         found = stack.enter_context(reserve_ports())[ROLES.index(mine.role)]
         meeting.tell(f"ports/{mine.role}", [found.handshake, found.notify, found.http, host])
-    ports: dict[Role, Ports] = {role: HostPorts(*meeting.hear(f"ports/{role}")) for role in ROLES}
+    ports: dict[Role, Ports] = {role: Ports(*meeting.hear(f"ports/{role}")) for role in ROLES}
     for rank, position in enumerate(positions(trial)):
         there, wanted = meeting.hear(f"host/{rank}"), ports[position.role]
-        if isinstance(wanted, HostPorts) and there != wanted.host:
+        if there != wanted.host:
             text = f"ranks of the {position.role} engine are on {wanted.host} and on {there}"
             raise TierError("torchrun", text, "start all ranks of an engine on one node: a multiple of them each")
     return ports
