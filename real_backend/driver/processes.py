@@ -25,7 +25,7 @@ from typing import Any, Literal
 
 from kvcover.real_backend.driver.reports import Escaped
 from kvcover.sim import launch
-from kvcover.sim.errors import TierError
+from kvcover.sim.errors import MachineError, TierError
 
 HOST = "127.0.0.1"
 Device = Literal["cpu", "cuda"]
@@ -164,7 +164,7 @@ class TreeServer:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(2.0)
         how = how_it_ended(self._process.returncode)
-        return TierError("--tier", f"the process that holds {self.label} is gone ({how})", self._last_words() or "run it again")
+        return MachineError("--tier", f"the process that holds {self.label} is gone ({how})", self._last_words() or "run it again")
 
     def _last_words(self) -> str:
         lines = self.log.read_text(errors="replace").strip().splitlines() if self.log.exists() else []
@@ -281,7 +281,7 @@ def reserve_ports() -> Iterator[tuple[Ports, Ports]]:
     """Hold port ranges for a prefill and a decode engine, with room for dials that miss.
 
     A dial to a port of these ranges that no rank binds meets nothing, as it should. Runs at the same time get different
-    ranges: the last port of each is kept bound. Raises OSError if nothing is free.
+    ranges: the last port of each is kept bound. Raises TierError if nothing is free.
     """
     windows = (_LAST_PORT - _FIRST_PORT) // _PORTS_A_RUN
     start = int.from_bytes(os.urandom(2), "little")
@@ -289,7 +289,7 @@ def reserve_ports() -> Iterator[tuple[Ports, Ports]]:
         first = _FIRST_PORT + (start + attempt) % windows * _PORTS_A_RUN
         guard = socket.socket()
         try:
-            guard.bind((HOST, first + _PORTS_A_RUN - 1))
+            guard.bind((HOST, first + _PORTS_A_RUN - 1))  # of this machine alone, as all that listens
             guard.listen(1)
             for port in range(first, first + _PORTS_A_RUN - 1):
                 _check_free(port)
@@ -301,10 +301,11 @@ def reserve_ports() -> Iterator[tuple[Ports, Ports]]:
             prefill = Ports(first, first + 32, first + 120, secret=secret)
             yield prefill, Ports(first + 64, first + 92, first + 121, secret=secret)
         return
-    raise OSError("no free range of ports for a run")
+    text = f"no {_PORTS_A_RUN} in a row are free from {_FIRST_PORT} to {_LAST_PORT}"
+    raise TierError("ports", text, "end what listens there, on any address")
 
 
 def _check_free(port: int) -> None:
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        probe.bind((HOST, port))
+        probe.bind(("", port))  # taken if anyone has it on any address

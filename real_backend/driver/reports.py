@@ -17,7 +17,7 @@ class Escaped:
 
     `misfit` is the harness's own line that failed, if no line of the connector was running: then it can't drive this vLLM.
     `broken` is the error, by itself or as the cause of this one, that says the code or the machine is broken: it is no fault
-    of the protocol.
+    of the protocol. `machine` says what the machine lacked; `foreign`: it came neither from vLLM nor from what imitates it.
     """
 
     rank: str
@@ -29,6 +29,8 @@ class Escaped:
     place: str = ""
     """File and line of the innermost frame in the connector."""
     traceback: str = ""
+    machine: str = ""
+    foreign: bool = False
 
     def as_event(self) -> events.Raised:
         """The fields of the event that it is."""

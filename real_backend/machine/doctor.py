@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Literal
 
 from kvcover.real_backend.machine.trees import cache, trees
-from kvcover.sim.errors import InputError
+from kvcover.sim.errors import InputError, TierError
 from kvcover.sim.releases.records import NEWEST
 from kvcover.sim.results.verdict import PASS, Verdict, fail, inconclusive
 
@@ -171,8 +171,8 @@ def _ports(place: Place) -> Iterator[Look]:
     try:
         with reserve_ports() as (prefill, _):
             yield Look("ports", "ok", f"128 free in a row from {prefill.handshake}", tiers=_LOOPBACK)
-    except OSError as error:
-        yield Look("ports", "missing", str(error), "end what listens on 10000-30000 of 127.0.0.1", _LOOPBACK)
+    except TierError as error:
+        yield Look("ports", "missing", error.problem, error.hint, _LOOPBACK)
 
 
 def _rocm(place: Place) -> Iterator[Look]:

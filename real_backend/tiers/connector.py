@@ -28,7 +28,7 @@ from kvcover.real_backend.tiers.declared import DRAWN, INJECTED, PINS, fit
 from kvcover.real_backend.tiers.report import to_result
 from kvcover.real_backend.tiers.translate import free_mb, memory_mb, refuse_unlike_layers, to_trial
 from kvcover.sim import launch
-from kvcover.sim.errors import InputError, TierError
+from kvcover.sim.errors import InputError, MachineError, TierError
 from kvcover.sim.progress import Progress, progress
 from kvcover.sim.releases.records import NEWEST
 from kvcover.sim.results.result import Result
@@ -167,14 +167,22 @@ def _run_one(harness: Harness, trial: Trial, budget: _Budget, load: int, pace: P
         if pace.over():
             raise NOT_BEGUN
         try:
-            result = harness.run(trial)
-            if result.stalled and not trial.setup.faults:  # a busy machine can look like a standstill, but hardly twice
-                result = harness.run(trial)
+            return _run_steadily(harness, trial)
         except ValueError as error:
             raise TierError("scenario", str(error), "use --tier model") from None
         except OSError as error:
-            raise TierError("--tier connector", str(error), "free some ports or processes") from None
-    return result
+            raise MachineError("--tier connector", str(error), "free some memory, files or disk") from None
+
+
+def _run_steadily(harness: Harness, trial: Trial) -> RunSeen:
+    """Run it once more if the machine spoilt it, or it stood still: a busy machine hardly does that twice."""
+    if trial.setup.faults:  # they are counted, and would be twice
+        return harness.run(trial)
+    try:
+        seen = harness.run(trial)
+    except MachineError:
+        return harness.run(trial)
+    return harness.run(trial) if seen.stalled else seen
 
 
 class _Budget:
