@@ -6,7 +6,7 @@ import sys
 if not sys.flags.safe_path and sys.path[0] in ("", os.getcwd()):
     del sys.path[0]  # where `-m` looks first
 
-from kvcover.sim.cli import main  # noqa: E402
+from kvcover.sim.cli import main
 
 if __name__ == "__main__":
     main()

@@ -12,12 +12,13 @@ import os
 import sys
 from collections.abc import Iterator
 from importlib import import_module
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO, cast
 
 import click
 
 from kvcover import __version__
 from kvcover.sim.errors import InputError, nearest, plain, short
+from kvcover.sim.plain import plain as harmless
 from kvcover.sim.signals import Ended, unwind_on_signals
 
 COMMANDS = {
@@ -182,6 +183,22 @@ def _degrade_characters() -> None:
     codecs.register_error("kvcover", _other_characters)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="kvcover")
+        sys.stdout = cast(TextIO, _Plain(sys.stdout))
+
+
+class _Plain:
+    """Standard output to which no text of a file brings anything that would steer the terminal; nothing here prints colours."""
+
+    def __init__(self, stream: io.TextIOWrapper) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        """Write what is plain of it."""
+        self._stream.write(harmless(text))
+        return len(text)
 
 
 def _other_characters(error: UnicodeError) -> tuple[str, int]:

@@ -229,7 +229,7 @@ class EngineLoop(threading.Thread):
         while len(reports) < len(self.ranks):
             open_ranks = {rank.steps: rank for rank in self.ranks if rank.name not in reports}
             left_s = deadline - time.monotonic()
-            answered = wait(list(open_ranks), timeout=max(0.0, min(left_s, _LOOK_S)))
+            answered = wait(list[Any](open_ranks), timeout=max(0.0, min(left_s, _LOOK_S)))
             if not answered and left_s <= _LOOK_S:
                 break
             if not answered:

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from kvcover.real_backend.driver.reports import Escaped
+from kvcover.real_backend.driver.wire import Wire
 from kvcover.sim import launch
 from kvcover.sim.errors import MachineError, TierError
 
@@ -90,6 +91,7 @@ class TreeServer:
         self.label = str(tree) if tree else "the installed vLLM"
         self.info: dict[str, Any] = {}
         self._lock = threading.Lock()
+        self._pid = 0
         self.log = work / f"server-{os.getpid()}-{id(self):x}.log"
         self._pipe, end = multiprocessing.Pipe()
         command = launch.python("-m", "kvcover.real_backend.inside.forkserver", str(end.fileno()))
@@ -112,6 +114,7 @@ class TreeServer:
             raise TierError("KVCOVER_DEVICE", f"{device()}: {answer}", "leave it out to use the memory of this machine")
         if kind == "error":
             raise TierError("--vllm", f"{self.label} can't be used: {answer}", "see `kvcover vllm list` for trees that can")
+        self._pid = int(answer.pop("pid"))
         self.info = answer
 
     def call(self, method: str, *arguments: Any) -> Any:
@@ -155,6 +158,11 @@ class TreeServer:
 
     def _receive(self) -> tuple[str, Any]:
         try:
+            while not self._pipe.poll(_STOPPED_AFTER_S):
+                if is_stopped(self._pid):
+                    raise MachineError(
+                        "--tier", f"the process that holds {self.label} is stopped: the run says nothing", "run it again"
+                    )
             answer: tuple[str, Any] = self._pipe.recv()
         except (EOFError, OSError):
             raise self._gone() from None
@@ -193,8 +201,8 @@ class Child:
     def __init__(self, name: str, server: TreeServer, run: str, what: str, arguments: tuple[Any, ...], *, ask: bool) -> None:
         self.name, self._asks, self._server = name, ask, server
         self.pid, pipes = server.fork(run, what, 2 if ask else 1, *arguments)
-        self.steps = pipes[0]
-        self.questions = pipes[-1]
+        self.steps: Connection | Wire = pipes[0]
+        self.questions: Connection | Wire = pipes[-1]
         self.planned_death = False
         """A planned fault killed it."""
         self.planned_stop = False
@@ -242,13 +250,13 @@ class Child:
         self.steps.close()
         self.questions.close()
 
-    def _send(self, pipe: Connection, method: str, arguments: tuple[Any, ...]) -> None:
+    def _send(self, pipe: Connection | Wire, method: str, arguments: tuple[Any, ...]) -> None:
         try:
             pipe.send((method, arguments))
         except OSError:
             raise self._died() from None
 
-    def _receive(self, pipe: Connection) -> Any:
+    def _receive(self, pipe: Connection | Wire) -> Any:
         try:
             while not pipe.poll(_STOPPED_AFTER_S):
                 self.check_moving()

@@ -60,6 +60,36 @@ class StepReport:
 
 
 @dataclass(frozen=True, slots=True)
+class Admission:
+    """The connector's answer for a new request: tokens that come from outside, and whether the request waits for them.
+
+    `prompt_tokens` are those that it left: of a prompt that decode continues with a recurrent state it takes the last away.
+    """
+
+    external_tokens: int
+    wait: bool
+    prompt_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Aggregated:
+    """What vLLM's aggregator makes of the reports of all ranks of a step."""
+
+    sent: frozenset[str]
+    received: frozenset[str]
+    failed: frozenset[str]
+    invalid_blocks: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Reconciled:
+    """Requests that the scheduler acts on after the connector saw the workers' reports."""
+
+    sent: frozenset[str]
+    received: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True)
 class Post:
     """One post to MoRI: when (monotonic ns), read or write, with which rank, for which request and layer (-1: nobody's).
 

@@ -19,6 +19,7 @@ from kvcover.real_backend.driver.harness import Harness
 from kvcover.real_backend.driver.race import NO_BARRIER, OVERWRITTEN, Unsteady
 from kvcover.real_backend.evidence.observe import Observed, observe, tree_at
 from kvcover.real_backend.evidence.plan import Planned, planned
+from kvcover.sim import launch
 from kvcover.sim.releases.records import PUBLISHED
 from kvcover.sim.results.result import Result
 from kvcover.sim.scenario.scenario import RequestSpec, Scenario, Side

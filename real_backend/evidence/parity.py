@@ -26,6 +26,7 @@ from kvcover.real_backend.driver.harness import Harness
 from kvcover.real_backend.evidence.all_pairs import Combination, all_pairs
 from kvcover.real_backend.evidence.observe import observe, tree_at
 from kvcover.real_backend.evidence.plan import GQA2, GQA8, MLA, Planned, scenario_of
+from kvcover.sim import launch
 from kvcover.sim.releases.records import PUBLISHED
 from kvcover.sim.results.agreement import View, differences, view
 from kvcover.sim.scenario.scenario import Scenario

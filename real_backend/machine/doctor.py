@@ -19,6 +19,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
+from kvcover.real_backend.machine.room import lacks
 from kvcover.real_backend.machine.trees import cache, trees
 from kvcover.sim.errors import InputError, TierError
 from kvcover.sim.releases.records import NEWEST
@@ -175,6 +176,15 @@ def _ports(place: Place) -> Iterator[Look]:
         yield Look("ports", "missing", error.problem, error.hint, _LOOPBACK)
 
 
+def _room(place: Place) -> Iterator[Look]:
+    """Limits that keep even the smallest run, one rank a side, from starting."""
+    found = list(lacks(2, 2))
+    for text, how in found:
+        yield Look("room", "missing", text, how, _LOOPBACK)
+    if not found:
+        yield Look("room", "ok", "files, tasks, addresses and shared memory for a run", tiers=_LOOPBACK)
+
+
 def _rocm(place: Place) -> Iterator[Look]:
     for base in ("opt/rocm", *(str(path.relative_to(place.root)) for path in sorted(place.root.glob("opt/rocm-*")))):
         version = place.read(f"{base}/.info/version")
@@ -315,6 +325,7 @@ CHECKS: tuple[Callable[[Place], Iterator[Look]], ...] = (
     _memory_of_peers,
     _yama,
     _ports,
+    _room,
     _rocm,
     _gpu,
     _torch_rocm,

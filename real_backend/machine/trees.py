@@ -226,8 +226,8 @@ def _pip(release: str, target: Path, place: str, say: Callable[[str], None]) -> 
     started = time.monotonic()
     tail: list[str] = []
     say(f"installing vLLM {release} without kernels (about 80 MB, half a minute)")
-    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    with launch.Launched(command, env=own, folder=target.parent, **streams) as pip:
+    pipe, same = subprocess.PIPE, subprocess.STDOUT
+    with launch.Launched(command, env=own, folder=target.parent, stdout=pipe, stderr=same) as pip:
         assert pip.process.stdout is not None
         for each in pip.process.stdout:
             line = each.decode(errors="replace")
@@ -242,7 +242,7 @@ def _pip(release: str, target: Path, place: str, say: Callable[[str], None]) -> 
         if "No matching distribution" in text:
             raise InputError(place, f"the package index has no source of vLLM {release}", "see `kvcover releases`")
         errors = [line for line in tail if "rror" in line] or tail
-        raise InputError(place, f"pip failed: {errors[-1].strip()[:200] if errors else pip.returncode}", f"check {_EXTRA}")
+        raise InputError(place, f"pip failed: {errors[-1].strip()[:200] if errors else pip.process.returncode}", f"check {_EXTRA}")
 
 
 @contextmanager

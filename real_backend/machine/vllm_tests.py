@@ -140,11 +140,10 @@ def run_tests(release: str, tree: Path) -> Tally:
     if not files:  # pytest would run every test that it finds
         raise TierError("vllm-tests", f"no unit test of {release} has to do with MoRI-IO", "use a release from 0.24.0 on")
     with launch.work_folder() as work:
-        report = work / "report.xml"
+        report, pipe = work / "report.xml", subprocess.PIPE
         command = launch.python("-m", "pytest", "--noconftest", "-q", "-p", "no:cacheprovider", "-c", os.devnull)
         command += ["--rootdir", str(folder), "--continue-on-collection-errors", f"--junitxml={report}", *map(str, files)]
-        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        with launch.Launched(command, cwd=folder, env=_environment(tree, work), folder=work, **streams) as pytest:
+        with launch.Launched(command, cwd=folder, env=_environment(tree, work), folder=work, stdout=pipe, stderr=pipe) as pytest:
             said = " ".join("".join(pytest.output()).splitlines()[-_LAST_LINES:])
         if not report.exists():
             raise TierError(f"vllm-tests {release}", f"pytest gave no report: {said}", "run it again with a fresh environment")

@@ -23,6 +23,7 @@ from kvcover.real_backend.driver.harness import Harness
 from kvcover.real_backend.driver.processes import device
 from kvcover.real_backend.driver.reports import RunSeen
 from kvcover.real_backend.driver.trial import Limits, Trial
+from kvcover.real_backend.machine.room import check_room
 from kvcover.real_backend.machine.trees import Tree, check_machine, choose
 from kvcover.real_backend.tiers.declared import DRAWN, INJECTED, PINS, fit
 from kvcover.real_backend.tiers.report import to_result
@@ -71,6 +72,7 @@ class ConnectorTier(Tier):
     ) -> Sequence[Result | TierError]:
         check_machine()
         groups = _group(scenarios, vllms)
+        _check_room([trial for group in groups for trial in group.trials.values()])
         results: dict[int, Result | TierError] = {}
         with progress(len(scenarios), "starting") as bar, launch.work_folder() as work:
             harnesses: list[Harness] = []
@@ -104,6 +106,13 @@ def _group(scenarios: Sequence[Scenario], vllms: Sequence[str | None]) -> list[_
         key = (*trees, trial.limits.read_abort_s)
         groups.setdefault(key, _Shared(trees, key[2], {})).trials[index] = trial
     return list(groups.values())
+
+
+def _check_room(trials: Sequence[Trial]) -> None:
+    """Raise TierError if the machine has no room for the largest, or for as many as will run at a time."""
+    largest = max(trial.ranks for trial in trials)
+    at_once = min(sum(trial.ranks for trial in trials), max(largest, _Budget().ranks))
+    check_room(largest, at_once, max(memory_mb(trial) // trial.ranks for trial in trials))
 
 
 def as_trees(scenario: Scenario, trees: tuple[Tree, Tree]) -> Scenario:

@@ -15,13 +15,14 @@ from typing import Any, Literal
 
 import msgspec
 
+from kvcover.real_backend.driver.processes import HOST
 from kvcover.real_backend.machine.doctor import Place, examine, lacking
 from kvcover.real_backend.machine.trees import choose, refuse_other_release
 from kvcover.real_backend.tiers.connector import as_trees
 from kvcover.real_backend.tiers.declared import DRAWN, INJECTED, fit
 from kvcover.real_backend.tiers.translate import refuse_unlike_layers, to_trial
-from kvcover.sim import launch
-from kvcover.sim.errors import TierError
+from kvcover.sim.errors import MachineError, TierError
+from kvcover.sim.launch import Launched, environment, python, work_folder
 from kvcover.sim.results.result import Result
 from kvcover.sim.scenario.scenario import Scenario
 from kvcover.sim.tiers import NOT_BEGUN, Capabilities, Pace, Tier
@@ -112,12 +113,13 @@ def launch(scenario: Scenario, vllm: str, options: tuple[str, ...], limit_s: flo
     trial = to_trial(scenario)
     refuse_unlike_layers(trial)
     ranks = trial.ranks
-    with launch.work_folder() as work:
+    with work_folder() as work:
         given, written, log = work / "scenario.json", work / "result.json", work / "log"
         given.write_bytes(msgspec.json.encode(scenario))
-        command = launch.python("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks))
+        command = python("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks))
         command += ["-m", "kvcover.real_backend.tiers.torchrun", str(given), "-o", str(written), "--vllm", vllm, *options]
-        with log.open("wb") as out, launch.Launched(command, folder=work, stdout=out, stderr=out) as torchrun:
+        own = environment(KVCOVER_HOST_IP=os.environ.get("KVCOVER_HOST_IP", HOST))  # nobody else is to reach the ranks
+        with log.open("wb") as out, Launched(command, env=own, folder=work, stdout=out, stderr=out) as torchrun:
             try:
                 torchrun.process.wait(limit_s)
             except subprocess.TimeoutExpired:
@@ -131,7 +133,7 @@ def read_result(path: Path) -> Result:
     """Read what the first rank wrote: a result, or the error that ended it."""
     data: dict[str, Any] = json.loads(path.read_text())
     if "error" in data:
-        raise TierError(*data["error"])
+        raise (MachineError if data.get("machine") else TierError)(*data["error"])
     return msgspec.convert(data, Result)
 
 

@@ -35,7 +35,9 @@ from kvcover.real_backend.driver.harness import drive
 from kvcover.real_backend.driver.processes import HOST, Child, Ports, ProcessDied, reserve_ports
 from kvcover.real_backend.driver.rank_faults import ProcessFaults
 from kvcover.real_backend.driver.reports import RunSeen
+from kvcover.real_backend.driver.spool import Spool
 from kvcover.real_backend.driver.trial import ROLES, Limits, Role, Trial
+from kvcover.real_backend.driver.wire import Wire
 from kvcover.real_backend.inside import scheduler
 from kvcover.real_backend.inside.device_worker import DeviceWorker, prepare_device, suit
 from kvcover.real_backend.inside.gpu_worker import leave_no_handles
@@ -45,7 +47,8 @@ from kvcover.real_backend.machine.trees import Tree, choose, refuse_other_releas
 from kvcover.real_backend.tiers.hardware import hardware_tier
 from kvcover.real_backend.tiers.report import ON_GPU, to_result
 from kvcover.real_backend.tiers.translate import refuse_unlike_layers, to_trial
-from kvcover.sim.errors import InputError, TierError
+from kvcover.sim import launch
+from kvcover.sim.errors import InputError, MachineError, TierError
 from kvcover.sim.releases.records import NEWEST
 from kvcover.sim.scenario.scenario import build, load
 
@@ -154,10 +157,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _be_rank(options, meeting)
     except InputError as error:
         if meeting.rank == 0:
-            options.output.write_text(json.dumps({"error": [error.place, error.problem, error.hint]}))
+            options.output.write_text(_as_error(error))
         print(f"kvcover: {error}", file=sys.stderr)
-        return 2
+        return error.exit_code
     return 0
+
+
+def _as_error(error: InputError) -> str:
+    told = [error.place, error.problem, error.hint]
+    return json.dumps({"error": told, "machine": isinstance(error, MachineError)})
 
 
 def _be_rank(options: argparse.Namespace, meeting: Meeting) -> None:
@@ -199,7 +207,7 @@ def _be_rank(options: argparse.Namespace, meeting: Meeting) -> None:
                 target=_lead, args=(options, meeting, trial, ports, work, listener), daemon=True, name="leader"
             )
             leader.start()
-        _serve(meeting, for_ranks, config, mine, ports, device)
+        _serve(meeting, for_ranks, config, mine, ports, device, _share_spool(meeting, mine, work))
         if leader is not None:
             leader.join()
 
@@ -232,6 +240,15 @@ def _share_book(meeting: Meeting, trial: Trial, book: Path) -> Trial:
         SharedInjector(trial.setup.faults, book).close()  # there before anyone counts
         meeting.tell("book", str(book))
     return replace(trial, book=Path(meeting.hear("book")))
+
+
+def _share_spool(meeting: Meeting, mine: Position, work: Path) -> Spool:
+    """The folder that the first rank of an engine shares with the others, which are on its node."""
+    key = f"spool/{mine.role}{mine.dp}"
+    if mine.tp == 0:
+        (work / "spool").mkdir(mode=0o700)
+        meeting.tell(key, str(work / "spool"))
+    return Spool(Path(meeting.hear(key)))
 
 
 def _agree_on_ports(meeting: Meeting, trial: Trial, mine: Position, host: str, stack: ExitStack) -> dict[Role, Ports]:
@@ -275,18 +292,31 @@ def _new_key(meeting: Meeting) -> bytes:
     return key
 
 
-def _serve(meeting: Meeting, trial: Trial, config: Any, mine: Position, ports: dict[Role, Ports], device: str) -> None:
+class _Steps(Wire):
+    """A scheduler's connection: the steps that it makes, of which vLLM makes pickles, stay on this node."""
+
+    def __init__(self, connection: Connection, spool: Spool) -> None:
+        super().__init__(connection)
+        self._spool = spool
+
+    def send(self, value: Any) -> None:
+        super().send(self._spool.put(value) if isinstance(value, bytes) else value)
+
+
+def _serve(
+    meeting: Meeting, trial: Trial, config: Any, mine: Position, ports: dict[Role, Ports], device: str, spool: Spool
+) -> None:
     """Be a rank, and its engine's scheduler if it is the first of it, until the leader lets go."""
     host, port = meeting.hear("listener")
     key = bytes.fromhex(meeting.hear("key"))
 
     def connect(part: str) -> Connection:
         pipe = Client((host, port), authkey=key)
-        pipe.send((meeting.rank, os.getpid(), part))
+        Wire(pipe).send((meeting.rank, os.getpid(), part))
         return pipe
 
-    steps, questions = connect("steps"), connect("questions")
-    scheduler = connect("scheduler") if mine.tp == 0 else None
+    steps, questions = Wire(connect("steps")), Wire(connect("questions"))
+    scheduler = _Steps(connect("scheduler"), spool) if mine.tp == 0 else None
     try:
         worker = DeviceWorker(trial, config, mine.tp, ports, meeting.store, device)
     except Exception as error:
@@ -300,20 +330,22 @@ def _serve(meeting: Meeting, trial: Trial, config: Any, mine: Position, ports: d
         return
     if scheduler is not None:
         threading.Thread(target=_schedule, args=(trial, config, ports, scheduler), daemon=True).start()
-    threading.Thread(target=_answer, args=(worker, questions), daemon=True).start()
+    threading.Thread(target=_answer, args=(worker, questions, spool), daemon=True).start()
     steps.send(None)
-    _answer(worker, steps)
+    _answer(worker, steps, spool)
 
 
-def _schedule(trial: Trial, config: Any, ports: dict[Role, Ports], pipe: Connection) -> None:
+def _schedule(trial: Trial, config: Any, ports: dict[Role, Ports], pipe: Wire) -> None:
     with suppress(EOFError, OSError):
         scheduler.serve(trial, config, ports, pipe)
 
 
-def _answer(worker: DeviceWorker, pipe: Connection) -> None:
+def _answer(worker: DeviceWorker, pipe: Wire, spool: Spool) -> None:
     with suppress(EOFError, OSError):
         while True:
             method, arguments = pipe.recv()
+            if method == "step":
+                arguments = (spool.take(arguments[0]), *arguments[1:])
             pipe.send(getattr(worker, method)(*arguments))
 
 
@@ -334,7 +366,7 @@ def _lead(
         abouts = [meeting.hear(f"about/{rank}") for rank in range(meeting.size)]
         text = _result(options, trial, seen, abouts)
     except InputError as error:
-        text = json.dumps({"error": [error.place, error.problem, error.hint]})
+        text = _as_error(error)
     except Exception as error:
         text = json.dumps({"error": ["--tier hardware", f"the run failed: {type(error).__name__}: {error}", "report it"]})
     partial = options.output.with_name(f".{options.output.name}.partial")
@@ -357,7 +389,7 @@ def _collect(trial: Trial, children: Children, listener: Listener) -> None:
         for dp in range(trial.endpoint(role).dp):
             children.schedulers[role, dp] = Link(f"{role} scheduler {dp}")
     for _ in range(2 * len(who) + len(children.schedulers)):
-        pipe = listener.accept()
+        pipe = Wire(listener.accept())
         rank, pid, part = pipe.recv()
         if part == "scheduler":
             position = who[rank]

@@ -6,10 +6,10 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
-from concurrent.futures import Executor
+from concurrent.futures import BrokenExecutor, Executor
 from contextlib import contextmanager
 
-from kvcover.sim.errors import InputError
+from kvcover.sim.errors import InputError, MachineError
 
 
 @contextmanager
@@ -31,6 +31,8 @@ def executor(processes: int | None, dask: str | None) -> Iterator[tuple[Executor
     with _no_code_from_here(), ProcessPoolExecutor(workers, mp_context=context, initializer=_end_with_parent) as pool:
         try:
             yield pool, workers
+        except BrokenExecutor:
+            raise MachineError("--jobs", "a worker process died, or none could be started", "free memory or processes") from None
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             for worker in multiprocessing.active_children():
