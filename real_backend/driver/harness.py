@@ -139,23 +139,28 @@ def drive(
     """
     try:
         with Lookout(children.all, min(trial.limits.transfer_s, trial.limits.defer_s)) as lookout:
-            seen = _drive(trial, children, faults, book, start_limit_s, started)
+            seen = _drive(trial, children, faults, book, start_limit_s, started, lookout)
     except OSError as error:
         raise MachineError("--tier", f"the run could not go on: {error}", "free memory, files or disk") from None
-    if lookout.trouble:
-        raise MachineError("--tier", f"{lookout.trouble}: the run says nothing", "run it again when the machine has room")
+    lookout.check()
     return seen
 
 
 def _drive(
-    trial: Trial, children: Children, faults: ProcessFaults, book: SharedInjector, start_limit_s: float, started: float
+    trial: Trial,
+    children: Children,
+    faults: ProcessFaults,
+    book: SharedInjector,
+    start_limit_s: float,
+    started: float,
+    lookout: Lookout,
 ) -> RunSeen:
     problem = children.await_start(start_limit_s, faults.late)
     if problem:
         refuse_foreign(trial, problem[0])
         return not_started(trial, *problem, time.monotonic() - started, book.totals())
     children.introduce(faults.late)
-    run = Run(trial, children, faults, book)
+    run = Run(trial, children, faults, book, lookout)
     run.drive()
     evidence = Evidence(
         trial, run.engines, children.ranks, run.transfer_ids, run.journal, run.legs, children.bound, children.past,
@@ -196,8 +201,8 @@ class _OnItsWay:
 class Run:
     """The router's part, and the decision when a run is over."""
 
-    def __init__(self, trial: Trial, children: Children, faults: ProcessFaults, book: SharedInjector) -> None:
-        self._trial = trial
+    def __init__(self, trial: Trial, children: Children, faults: ProcessFaults, book: SharedInjector, lookout: Lookout) -> None:
+        self._trial, self._lookout = trial, lookout
         self._requests, self._mode = trial.setup.requests, trial.setup.scenario.mode
         self._children = children
         self._ports = children.ports
@@ -222,6 +227,7 @@ class Run:
             self._send_due(0.0)
             while not self._over():
                 time.sleep(_POLL_S)
+                self._lookout.check()
                 now_s = time.monotonic() - started
                 self._faults.act(now_s, self._ranks(), over=self._all_ended())
                 self._restart_due(now_s)

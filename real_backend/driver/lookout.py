@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from kvcover.real_backend.driver.processes import Child, is_stopped
+from kvcover.sim.errors import MachineError
 
 _LOOK_S = 0.1
 _MOST_LATE, _MOST_WAITED = 0.3, 0.7
@@ -21,7 +22,7 @@ _MOST_LATE, _MOST_WAITED = 0.3, 0.7
 class Lookout(threading.Thread):
     """Looks at the processes of a run, and at the clock, while it is entered; `trouble` says what was seen, empty for nothing.
 
-    `timer_s` is the shortest timer of the connector in this run.
+    A run need not go on when there is any. `timer_s` is the shortest timer of the connector in this run.
     """
 
     def __init__(self, children: Callable[[], list[Child]], timer_s: float) -> None:
@@ -38,6 +39,11 @@ class Lookout(threading.Thread):
     def __exit__(self, *_error: object) -> None:
         self._over.set()
         self.join()
+
+    def check(self) -> None:
+        """Raise MachineError if there is trouble."""
+        if self.trouble:
+            raise MachineError("--tier", f"{self.trouble}: the run says nothing", "run it again when the machine has room")
 
     def run(self) -> None:
         """Body of the thread."""
@@ -59,7 +65,7 @@ class Lookout(threading.Thread):
                 continue
             self._stopped[child.pid] = self._stopped.get(child.pid, 0) + 1 if is_stopped(child.pid) else 0
             if self._stopped[child.pid] > 1:  # a debugger's look is none
-                yield f"process {child.name} was stopped"
+                yield f"process {child.name} is stopped"
             each = lost.setdefault(child.pid, _Lost(self._timer_s))
             each.add_up_to(now, _waited_s(child.pid))
             if each.most > _MOST_WAITED * self._timer_s:

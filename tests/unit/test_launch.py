@@ -65,7 +65,9 @@ def marker(tmp_path: Path) -> str:
 @linux
 def test_all_that_came_of_a_command_ends_with_it(marker: str) -> None:
     name, _, value = marker.partition("=")
-    with launch.Launched(launch.python("-c", STUBBORN), env=launch.environment(**{name: value}), stdout=subprocess.PIPE) as stubborn:
+    with launch.Launched(
+        launch.python("-c", STUBBORN), env=launch.environment(**{name: value}), stdout=subprocess.PIPE
+    ) as stubborn:
         assert stubborn.process.stdout is not None and stubborn.process.stdout.readline() == b"up\n"
         assert len(marked(marker)) > 3
     assert marked(marker) == []
@@ -109,7 +111,9 @@ def test_a_stopped_guard_is_ended_all_the_same(marker: str, monkeypatch: pytest.
 
 @pytest.mark.parametrize(("command", "code"), [("exit 7", 7), ("kill -SEGV $$", -signal.SIGSEGV), ("exit 0", 0)])
 def test_its_end_is_the_commands(command: str, code: int) -> None:
-    with launch.Launched(["sh", "-c", f"echo out; echo err >&2; {command}"], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as done:
+    with launch.Launched(
+        ["sh", "-c", f"echo out; echo err >&2; {command}"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as done:
         assert done.output(10.0) == ("out\n", "err\n")
         assert done.process.returncode == code
 
