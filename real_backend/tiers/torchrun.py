@@ -13,8 +13,6 @@ import argparse
 import importlib
 import json
 import os
-import signal
-import socket
 import sys
 import threading
 import time
@@ -32,7 +30,7 @@ from kvcover.faults import EventFault
 from kvcover.real_backend.driver.book import SharedInjector
 from kvcover.real_backend.driver.children import Children
 from kvcover.real_backend.driver.harness import drive
-from kvcover.real_backend.driver.processes import HOST, Child, Ports, ProcessDied, reserve_ports
+from kvcover.real_backend.driver.processes import Ports, reserve_ports
 from kvcover.real_backend.driver.rank_faults import ProcessFaults
 from kvcover.real_backend.driver.reports import RunSeen
 from kvcover.real_backend.driver.spool import Spool
@@ -45,6 +43,7 @@ from kvcover.real_backend.inside.raising import raised_by
 from kvcover.real_backend.inside.vllm_setup import ConfigFactory, describe, prepare
 from kvcover.real_backend.machine.trees import Tree, choose, refuse_other_release
 from kvcover.real_backend.tiers.hardware import hardware_tier
+from kvcover.real_backend.tiers.meeting import Link, Meeting, Steps, join, own_host
 from kvcover.real_backend.tiers.report import ON_GPU, to_result
 from kvcover.real_backend.tiers.translate import refuse_unlike_layers, to_trial
 from kvcover.sim import launch
@@ -71,73 +70,6 @@ def positions(trial: Trial) -> list[Position]:
     return [
         Position(role, dp, tp) for role in ROLES for dp in range(trial.endpoint(role).dp) for tp in range(trial.endpoint(role).tp)
     ]
-
-
-class Link(Child):
-    """A rank or a scheduler in another process, perhaps on another node, by its connections."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.pid = 0
-        self.planned_death = False
-        self.planned_stop = False
-
-    def close(self) -> None:
-        for part in ("steps", "questions"):
-            if hasattr(self, part):
-                getattr(self, part).close()
-
-    def signal(self, number: signal.Signals) -> None:
-        """Send the process, which is on this node, a signal."""
-        os.kill(self.pid, number)
-
-    def _died(self) -> ProcessDied:
-        return ProcessDied(self.name, "closed its connection")
-
-
-@dataclass(frozen=True, slots=True)
-class Meeting:
-    """What all processes share: torchrun's store, and who this one is."""
-
-    store: Any
-    rank: int
-    size: int
-    local_rank: int
-
-    def tell(self, key: str, value: Any) -> None:
-        """Publish something."""
-        self.store.set(key, json.dumps(value))
-
-    def hear(self, key: str) -> Any:
-        """Wait for what another process publishes."""
-        return json.loads(self.store.get(key))
-
-
-def join() -> Meeting:
-    """Join torchrun's rendezvous, and hide it from vLLM, whose worlds are smaller: one TP group each."""
-    torch: Any = importlib.import_module("torch")
-    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
-        raise TierError(
-            "kvcover.real_backend.tiers.torchrun",
-            "was not started by torchrun",
-            "torchrun --nproc-per-node N -m kvcover.real_backend.tiers.torchrun …",
-        )
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    store, rank, size = next(iter(torch.distributed.rendezvous("env://")))
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "ROLE_WORLD_SIZE"):
-        os.environ.pop(name, None)
-    return Meeting(torch.distributed.PrefixStore("kvcover", store), rank, size, local_rank)
-
-
-def own_host(test: bool) -> str:
-    """Return the address under which other nodes reach this one: `KVCOVER_HOST_IP`, else the one towards torchrun's master."""
-    if named := os.environ.get("KVCOVER_HOST_IP"):
-        return named
-    if test:
-        return HOST
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((os.environ.get("MASTER_ADDR", HOST), 9))
-        return str(probe.getsockname()[0])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -292,17 +224,6 @@ def _new_key(meeting: Meeting) -> bytes:
     return key
 
 
-class _Steps(Wire):
-    """A scheduler's connection: the steps that it makes, of which vLLM makes pickles, stay on this node."""
-
-    def __init__(self, connection: Connection, spool: Spool) -> None:
-        super().__init__(connection)
-        self._spool = spool
-
-    def send(self, value: Any) -> None:
-        super().send(self._spool.put(value) if isinstance(value, bytes) else value)
-
-
 def _serve(
     meeting: Meeting, trial: Trial, config: Any, mine: Position, ports: dict[Role, Ports], device: str, spool: Spool
 ) -> None:
@@ -316,7 +237,7 @@ def _serve(
         return pipe
 
     steps, questions = Wire(connect("steps")), Wire(connect("questions"))
-    scheduler = _Steps(connect("scheduler"), spool) if mine.tp == 0 else None
+    scheduler = Steps(connect("scheduler"), spool) if mine.tp == 0 else None
     try:
         worker = DeviceWorker(trial, config, mine.tp, ports, meeting.store, device)
     except Exception as error:
