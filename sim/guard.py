@@ -121,9 +121,12 @@ def _end_all(child: int, status: int | None) -> int | None:
     _wait_while(lambda: still_there(False), _GRACE_S)
     for also_trackers in (False, True):
         _wait_while(lambda: still_there(True), _GRACE_S if also_trackers else 0.0)
-        while pids := still_there(also_trackers):  # one that forks while it is killed has left a child
+        empty = 0
+        while empty < 2:  # one that forked and ended while it was looked for has left a child
+            pids = still_there(also_trackers)
             _signal(pids, signal.SIGKILL)
-            time.sleep(0.005)
+            empty = 0 if pids else empty + 1
+            time.sleep(0.005 if pids else 0.0)
     return status
 
 
