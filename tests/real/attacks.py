@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import signal
 import socket
@@ -14,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from kvcover.sim.launch import environment
 from tests.unit.test_launch import await_none, marked
@@ -103,12 +105,12 @@ class Outcome:
 
 def attack(
     arguments: list[str], act: Callable[[Target], None] | None, tmp_path: Path, *, shell: str = "", cwd: Path | None = None,
-    **env: str,
+    env: dict[str, str] | None = None,
 ) -> Outcome:  # fmt: skip
     """Run `kvcover ARGUMENTS`, perhaps after some shell commands, do something to it, and look for what is left."""
     with tempfile.TemporaryDirectory(prefix="atk-", dir="/tmp") as own:
         marker = f"{MARK}={own}"
-        variables = environment(**{MARK: own, "TMPDIR": own, **env})
+        variables = environment(**{MARK: own, "TMPDIR": own, **(env or {})})
         command = [sys.executable, "-m", "kvcover", *arguments]
         if shell:
             command = ["bash", "-c", f'{shell}; exec "$@"', "bash", *command]
@@ -179,8 +181,7 @@ def rubbish(data: bytes, times: int = 1, zmq: bool = False, close: bool = True) 
             for _ in range(times):
                 with contextlib.suppress(OSError):
                     if zmq:
-                        import zmq as library
-
+                        library: Any = importlib.import_module("zmq")
                         dealer = library.Context.instance().socket(library.DEALER)
                         dealer.connect(f"tcp://127.0.0.1:{port}")
                         dealer.send(data)

@@ -126,7 +126,7 @@ def check(outcome: Outcome, codes: tuple[int, ...], says: str = "") -> None:
 def test_an_attack_leaves_no_verdict_and_nothing_else(attempt: Attack, trees: Path, tmp_path: Path) -> None:
     if not attempt.needs:
         pytest.skip("NOT RUN: needs root and control groups of version 1")
-    check(attack([*RUN, *LONG], attempt.act, tmp_path, shell=attempt.shell, **dict(attempt.env)), attempt.codes, attempt.says)
+    check(attack([*RUN, *LONG], attempt.act, tmp_path, shell=attempt.shell, env=dict(attempt.env)), attempt.codes, attempt.says)
 
 
 @pytest.mark.vllm
@@ -236,7 +236,8 @@ def test_vllm_add_leaves_nothing(number: signal.Signals, trees: Path, tmp_path: 
             target.over.wait(60)
             connection.close()
 
-        done = attack(["vllm", "add", "0.27.0"], act, tmp_path, KVCOVER_CACHE=str(tmp_path), PIP_INDEX_URL=url, PIP_RETRIES="0")
+        env = {"KVCOVER_CACHE": str(tmp_path), "PIP_INDEX_URL": url, "PIP_RETRIES": "0"}
+        done = attack(["vllm", "add", "0.27.0"], act, tmp_path, env=env)
     assert (done.code, done.left) == (CODES[number], [])
     assert "Traceback" not in done.text
     assert [path.name for path in (tmp_path / "vllm").iterdir()] == [".lock-0.27.0"]
