@@ -40,6 +40,7 @@ _RANKS_A_CORE = 8
 _RANKS_A_GPU = 16
 _WORKERS = 32
 _POLL_S = 0.2
+_COME_BACK_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,10 +146,10 @@ def _run_group(
     results: dict[int, Result | TierError] = {}
     bar.say(f"vLLM {group.trees[0].name}")
     pool = ThreadPoolExecutor(1 if alone else _WORKERS)
+    running: dict[Future[RunSeen], int] = {}
     try:
-        running: dict[Future[RunSeen], int] = {
-            pool.submit(_run_one, harness, trial, budget, load, pace): index for index, trial in group.trials.items()
-        }
+        for index, trial in group.trials.items():
+            running[pool.submit(_run_one, harness, trial, budget, load, pace)] = index
         while running:
             done, _ = wait(running, timeout=_POLL_S, return_when=FIRST_COMPLETED)
             for future in done:
@@ -163,7 +164,8 @@ def _run_group(
                 bar.advance()
     except BaseException:
         budget.stop()
-        harness.close()  # ends every process, so that the threads come back
+        harness.close()  # ends every process, so that the threads come back, and leave their folders
+        wait(running, timeout=_COME_BACK_S)
         raise
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
