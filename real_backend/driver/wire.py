@@ -21,13 +21,14 @@ from kvcover.real_backend.driver.reports import (
     Post,
     RankReport,
     Reconciled,
+    SchedulerReport,
+    SentNotice,
     StepReport,
 )  # fmt: skip
 from kvcover.sim.cache.ledger import Count
 
-_CLASSES = {
-    each.__name__: each for each in (Admission, Aggregated, Count, Escaped, Forward, Post, RankReport, Reconciled, StepReport)
-}  # fmt: skip
+_KNOWN = (Admission, Aggregated, Count, Escaped, Forward, Post, RankReport, Reconciled, SchedulerReport, SentNotice, StepReport)
+_CLASSES: dict[str, type[Any]] = {each.__name__: each for each in _KNOWN}
 _LONGEST = 256 << 20
 
 

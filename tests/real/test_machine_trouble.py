@@ -23,7 +23,7 @@ from kvcover.real_backend.driver.processes import Child, reserve_ports
 from kvcover.real_backend.driver.reports import Admission, Escaped, Forward, Post, RankReport, StepReport
 from kvcover.real_backend.driver.spool import Spool
 from kvcover.real_backend.driver.wire import Wire, decode, encode
-from kvcover.real_backend.inside.raising import ended_by, raised_by
+from kvcover.real_backend.inside.raising import escaped, raised_by
 from kvcover.real_backend.machine import room
 from kvcover.real_backend.tiers.translate import to_trial
 from kvcover.sim.errors import MachineError, TierError
@@ -46,10 +46,10 @@ SMALL = {"release": "0.33.0", "model": "layers=2,mla=64+16", "prefill": {"tp": 2
     ],
 )
 def test_what_a_machine_lacks_is_the_machines_wherever_it_is_met(error: Exception) -> None:
-    escaped = ended_by("P0", "save_kv_layer", error)
-    assert escaped.machine
+    found = escaped("P0", "save_kv_layer", error)
+    assert found.machine
     with pytest.raises(MachineError, match="the run says nothing") as raised:
-        refuse_foreign(to_trial(build(SMALL)), [escaped])
+        refuse_foreign(to_trial(build(SMALL)), [found])
     assert raised.value.exit_code == 3
 
 
@@ -57,20 +57,20 @@ def test_what_a_machine_lacks_is_the_machines_wherever_it_is_met(error: Exceptio
     "error", [KeyError("remote_tp_size"), AssertionError("no blocks"), RuntimeError("not registered"), TimeoutError()]
 )
 def test_what_the_connector_raises_stays_an_outcome(error: Exception) -> None:
-    escaped = ended_by("P0", "save_kv_layer", error)
-    assert not escaped.machine
-    refuse_foreign(to_trial(build(SMALL)), [escaped])
+    found = escaped("P0", "save_kv_layer", error)
+    assert not found.machine
+    refuse_foreign(to_trial(build(SMALL)), [found])
 
 
 def test_an_error_outside_the_connector_is_no_outcome_unless_a_planned_fault_of_a_rank_explains_it() -> None:
     try:
         raise RuntimeError("Connection closed by peer")
     except RuntimeError as error:
-        escaped = raised_by("P1", error)
-    assert (escaped.call, escaped.foreign) == ("outside the connector", True)
+        found = raised_by("P1", error)
+    assert (found.call, found.foreign) == ("outside the connector", True)
     with pytest.raises(MachineError, match="Connection closed by peer"):
-        refuse_foreign(to_trial(build(SMALL)), [escaped])
-    refuse_foreign(to_trial(build(SMALL | {"faults": ["crash-rank:P0,ms=5"]})), [escaped])
+        refuse_foreign(to_trial(build(SMALL)), [found])
+    refuse_foreign(to_trial(build(SMALL | {"faults": ["crash-rank:P0,ms=5"]})), [found])
 
 
 def test_what_imitates_vllms_scheduler_speaks_for_it() -> None:
