@@ -12,12 +12,14 @@ import os
 import sys
 from collections.abc import Iterator
 from importlib import import_module
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO, cast
 
 import click
 
 from kvcover import __version__
 from kvcover.sim.errors import Inconclusive, InputError, nearest, plain, short
+from kvcover.sim.plain import harmless
+from kvcover.sim.signals import Ended, unwind_on_signals
 
 COMMANDS = {
     "run": "kvcover.sim.commands.run:command",
@@ -82,8 +84,8 @@ def _left_to_main() -> Iterator[None]:
     """What ends a command early: click itself would print an empty line for the one, and exit with 1 for the other."""
     try:
         yield
-    except KeyboardInterrupt:
-        raise click.Abort from None
+    except KeyboardInterrupt as stop:
+        raise click.Abort from stop
     except BrokenPipeError:
         raise ReaderLeft from None
 
@@ -107,6 +109,7 @@ def main() -> None:
     if sys.stdout is None:  # its number would be that of the next file or socket
         fail("standard output: is closed; leave it open, as with >/dev/null")
     _degrade_characters()
+    unwind_on_signals()
     try:
         code = _run()
         sys.stdout.flush()
@@ -129,7 +132,7 @@ def _run() -> int:
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else 0
     except InputError as error:
-        fail(str(error))
+        fail(str(error), error.exit_code)
     except Inconclusive as error:
         fail(f"inconclusive: {error}", 3)
     except click.exceptions.NoArgsIsHelpError as error:
@@ -139,7 +142,9 @@ def _run() -> int:
         fail(_one_line(error))
     except click.ClickException as error:
         fail(error.format_message())
-    except (click.Abort, KeyboardInterrupt):
+    except (click.Abort, KeyboardInterrupt) as stop:
+        if isinstance(ended := stop.__cause__ or stop, Ended):
+            fail(f"ended by {ended.name}", 128 + ended.number)
         fail("interrupted", 130)
 
 
@@ -180,6 +185,22 @@ def _degrade_characters() -> None:
     codecs.register_error("kvcover", _other_characters)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="kvcover")
+        sys.stdout = cast(TextIO, _Plain(sys.stdout))
+
+
+class _Plain:
+    """Standard output to which no text of a file brings anything that would steer the terminal; nothing here prints colours."""
+
+    def __init__(self, stream: io.TextIOWrapper) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        """Write what is plain of it."""
+        self._stream.write(harmless(text))
+        return len(text)
 
 
 def _other_characters(error: UnicodeError) -> tuple[str, int]:

@@ -24,6 +24,11 @@ class InputError(KvcoverError):
         self.problem = problem
         self.hint = hint
 
+    @property
+    def exit_code(self) -> int:
+        """What the command exits with."""
+        return 2
+
     def __str__(self) -> str:
         line = f"{self.place}: {self.problem}"
         return f"{line}; {self.hint}" if self.hint else line
@@ -35,6 +40,17 @@ class TierError(InputError):
 
 class NotBegun(TierError):
     """A run that did not begin in the time that it was given: neither a pass nor a failure of anything."""
+
+
+class MachineError(TierError):
+    """The machine spoilt a run: a process was stopped, killed or starved, a port taken, a file or memory missing.
+
+    Found when the run had begun, so that it says nothing of the connector: inconclusive.
+    """
+
+    @property
+    def exit_code(self) -> int:
+        return 3
 
 
 class Inconclusive(KvcoverError):

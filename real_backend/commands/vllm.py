@@ -26,7 +26,7 @@ def add(release_or_path: str) -> None:
     from kvcover.real_backend.machine import trees
 
     path = trees.path_of(release_or_path, "vllm add")
-    if os.sep in release_or_path or path.is_dir():
+    if os.sep in release_or_path or (path.is_dir() and not trees.is_release(release_or_path)):
         tree = trees.add_working_copy(path)
         click.echo(f"registered the working copy {tree.path} ({tree.version or 'version unknown'})")
         return

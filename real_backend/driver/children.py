@@ -69,6 +69,7 @@ class Children:
             if child.name in late:
                 continue
             if not child.steps.poll(max(0.0, deadline - time.monotonic())):
+                child.check_moving()
                 missing.append(child.name)
                 continue
             answer = child.result()

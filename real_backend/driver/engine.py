@@ -98,6 +98,7 @@ class EngineLoop(threading.Thread):
     def submit(self, index: int, request_id: str, leg: Params) -> None:
         """Hand a leg to the engine; it is admitted at the next step."""
         self._inbox.put((index, request_id, leg))
+        self._progress()
 
     def stop(self) -> None:
         """Ask the loop to end; it does so at the next step, or never if a rank is stuck in one."""
@@ -228,7 +229,7 @@ class EngineLoop(threading.Thread):
         while len(reports) < len(self.ranks):
             open_ranks = {rank.steps: rank for rank in self.ranks if rank.name not in reports}
             left_s = deadline - time.monotonic()
-            answered = wait(list(open_ranks), timeout=max(0.0, min(left_s, _LOOK_S)))
+            answered = wait(list[Any](open_ranks), timeout=max(0.0, min(left_s, _LOOK_S)))
             if not answered and left_s <= _LOOK_S:
                 break
             if not answered:

@@ -23,12 +23,13 @@ from kvcover.real_backend.driver.book import SharedInjector
 from kvcover.real_backend.driver.children import Children
 from kvcover.real_backend.driver.engine import Abort, EngineLoop, Tracked
 from kvcover.real_backend.driver.journal import Journal
+from kvcover.real_backend.driver.lookout import Lookout
 from kvcover.real_backend.driver.processes import Child, Ports, ProcessDied, TreeServer, reserve_ports
-from kvcover.real_backend.driver.rank_faults import ProcessFaults
+from kvcover.real_backend.driver.rank_faults import RANK_KINDS, ProcessFaults
 from kvcover.real_backend.driver.reports import Escaped, RunSeen
 from kvcover.real_backend.driver.trial import ROLES, EngineKey, Role, Trial
 from kvcover.real_backend.driver.witness import Evidence, conclude, not_started
-from kvcover.sim.errors import TierError
+from kvcover.sim.errors import MachineError, TierError
 from kvcover.sim.kernel.events import FaultActed, LegSent, Lost
 from kvcover.sim.scenario.dispatch import Params
 
@@ -70,8 +71,9 @@ class Harness:
     def run(self, trial: Trial) -> RunSeen:
         """Run `trial` from start to end; never longer than the connector's own timers plus the start.
 
-        Whatever the connector does is a result. Raises TierError if a process died or the harness can't drive the tree,
-        OSError if no ports are free, ValueError for a trial that would measure the harness.
+        Whatever the connector does is a result. Raises MachineError if something else than it or a planned fault spoilt the
+        run, TierError if it can't be begun or the harness can't drive the tree, ValueError for a trial that would measure the
+        harness.
         """
         try:
             return self._run(trial)
@@ -131,26 +133,54 @@ class Harness:
 def drive(
     trial: Trial, children: Children, faults: ProcessFaults, book: SharedInjector, start_limit_s: float, started: float
 ) -> RunSeen:
-    """Wait until all children are up, run the trial and judge it; `started` is when it began, on the monotonic clock."""
+    """Wait until all children are up, run the trial and judge it; `started` is when it began, on the monotonic clock.
+
+    Raises MachineError if the machine spoilt the run: then it says nothing of the connector, whatever came of it.
+    """
+    try:
+        with Lookout(children.all, min(trial.limits.transfer_s, trial.limits.defer_s)) as lookout:
+            seen = _drive(trial, children, faults, book, start_limit_s, started, lookout)
+    except OSError as error:
+        raise MachineError("--tier", f"the run could not go on: {error}", "free memory, files or disk") from None
+    lookout.check()
+    return seen
+
+
+def _drive(
+    trial: Trial,
+    children: Children,
+    faults: ProcessFaults,
+    book: SharedInjector,
+    start_limit_s: float,
+    started: float,
+    lookout: Lookout,
+) -> RunSeen:
     problem = children.await_start(start_limit_s, faults.late)
     if problem:
-        refuse_misfits(problem[0])
+        refuse_foreign(trial, problem[0])
         return not_started(trial, *problem, time.monotonic() - started, book.totals())
     children.introduce(faults.late)
-    run = Run(trial, children, faults, book)
+    run = Run(trial, children, faults, book, lookout)
     run.drive()
     evidence = Evidence(
         trial, run.engines, children.ranks, run.transfer_ids, run.journal, run.legs, children.bound, children.past,
         children.schedulers, children.past_schedulers,
     )  # fmt: skip
     seen = conclude(evidence, time.monotonic() - started, book.totals())
-    refuse_misfits(list(seen.raised))
+    refuse_foreign(trial, list(seen.raised))
     return seen
 
 
-def refuse_misfits(raised: list[Escaped]) -> None:
-    """Raise TierError if the harness called what isn't there: then nothing that was seen says anything of the connector."""
+def refuse_foreign(trial: Trial, raised: list[Escaped]) -> None:
+    """Raise an error for an exception that says nothing of the connector: TierError if the harness called what isn't there,
+    MachineError if the machine lacked something, or if one came from elsewhere and no planned fault of a rank explains it.
+    """
+    ranks_fail = any(fault.kind in RANK_KINDS for fault in trial.events)
     for each in raised:
+        if each.machine or (each.foreign and not ranks_fail):
+            text = each.machine or f"{each.kind}: {each.text}"
+            raise MachineError("--tier", f"{each.rank} met trouble that is no connector's, {text}: the run says nothing",
+                               "free ports, files, memory or disk, and run it again")  # fmt: skip
         if each.misfit:
             raise TierError("--vllm", f"the harness can't drive this vLLM: {each.misfit} (at {each.rank})",
                             "use a release that `kvcover releases` lists, or report it")  # fmt: skip
@@ -171,8 +201,8 @@ class _OnItsWay:
 class Run:
     """The router's part, and the decision when a run is over."""
 
-    def __init__(self, trial: Trial, children: Children, faults: ProcessFaults, book: SharedInjector) -> None:
-        self._trial = trial
+    def __init__(self, trial: Trial, children: Children, faults: ProcessFaults, book: SharedInjector, lookout: Lookout) -> None:
+        self._trial, self._lookout = trial, lookout
         self._requests, self._mode = trial.setup.requests, trial.setup.scenario.mode
         self._children = children
         self._ports = children.ports
@@ -197,6 +227,7 @@ class Run:
             self._send_due(0.0)
             while not self._over():
                 time.sleep(_POLL_S)
+                self._lookout.check()
                 now_s = time.monotonic() - started
                 self._faults.act(now_s, self._ranks(), over=self._all_ended())
                 self._restart_due(now_s)
@@ -353,5 +384,5 @@ class Run:
 def _as_tier_error(error: Exception) -> Exception:
     """A process that died unplanned is nothing that the connector did."""
     if isinstance(error, ProcessDied):
-        return TierError("--tier", f"{error}, and no planned fault did it: the run says nothing", "run it again")
+        return MachineError("--tier", f"{error}, and no planned fault did it: the run says nothing", "run it again")
     return error

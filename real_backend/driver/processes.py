@@ -12,7 +12,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 import weakref
@@ -25,7 +24,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from kvcover.real_backend.driver.reports import Escaped
-from kvcover.sim.errors import TierError
+from kvcover.real_backend.driver.wire import Wire
+from kvcover.sim import launch
+from kvcover.sim.errors import MachineError, TierError
 
 HOST = "127.0.0.1"
 Device = Literal["cpu", "cuda"]
@@ -36,23 +37,27 @@ _ANSWER_LIMIT_S = 30.0
 _STOPPED_AFTER_S = 2.0
 _LAST_WORDS_S = 5.0
 _END_LIMIT_S = 2.0
-_LONG_PATH = 60  # a socket's path may have 107 bytes
 MOST_RANKS = 28
 """Ranks of one engine that its range of ports has room for."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ports:
-    """First ports of an engine; each rank binds base + its offset. `http` is announced, never bound."""
+    """First ports of an engine on its host; each rank binds base + its offset. `http` is announced, never bound.
+
+    `secret` is what sockets of the run know each other by, if all of it is on one machine.
+    """
 
     handshake: int
     notify: int
     http: int
+    host: str = HOST
+    secret: bytes = b""
 
     @property
     def zmq_address(self) -> str:
         """The address as a router writes it into request ids."""
-        return f"host:{HOST},handshake:{self.handshake},notify:{self.notify}"
+        return f"host:{self.host},handshake:{self.handshake},notify:{self.notify}"
 
     @property
     def notices(self) -> range:
@@ -86,23 +91,16 @@ class TreeServer:
         self.label = str(tree) if tree else "the installed vLLM"
         self.info: dict[str, Any] = {}
         self._lock = threading.Lock()
+        self._pid = 0
         self.log = work / f"server-{os.getpid()}-{id(self):x}.log"
         self._pipe, end = multiprocessing.Pipe()
-        own = {"PYTHONSAFEPATH": "1"}  # no module comes from the current folder, neither there nor in what vLLM starts
-        if len(str(work)) < _LONG_PATH:
-            own["TMPDIR"] = str(work)
+        command = launch.python("-m", "kvcover.real_backend.inside.forkserver", str(end.fileno()))
+        own = launch.environment(TMPDIR=str(work))  # vLLM's sockets are there, and deleted with it
         with self.log.open("ab") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "kvcover.real_backend.inside.forkserver", str(end.fileno())],
-                pass_fds=[end.fileno()],
-                env=os.environ | own,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,  # Ctrl-C is for the driver, which ends its servers
-            )
+            self._launched = launch.Launched(command, env=own, folder=work, pass_fds=[end.fileno()], stdout=log, stderr=log)
         end.close()
-        self._close = weakref.finalize(self, _end_server, self._process, self._pipe)
+        self._process = self._launched.process
+        self._close = weakref.finalize(self, _end_server, self._launched, self._pipe)
         self._pipe.send((tree, work, read_abort_s, device()))
 
     def await_ready(self) -> None:
@@ -116,6 +114,7 @@ class TreeServer:
             raise TierError("KVCOVER_DEVICE", f"{device()}: {answer}", "leave it out to use the memory of this machine")
         if kind == "error":
             raise TierError("--vllm", f"{self.label} can't be used: {answer}", "see `kvcover vllm list` for trees that can")
+        self._pid = int(answer.pop("pid"))
         self.info = answer
 
     def call(self, method: str, *arguments: Any) -> Any:
@@ -159,6 +158,11 @@ class TreeServer:
 
     def _receive(self) -> tuple[str, Any]:
         try:
+            while not self._pipe.poll(_STOPPED_AFTER_S):
+                if is_stopped(self._pid):
+                    raise MachineError(
+                        "--tier", f"the process that holds {self.label} is stopped: the run says nothing", "run it again"
+                    )
             answer: tuple[str, Any] = self._pipe.recv()
         except (EOFError, OSError):
             raise self._gone() from None
@@ -168,21 +172,18 @@ class TreeServer:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(2.0)
         how = how_it_ended(self._process.returncode)
-        return TierError("--tier", f"the process that holds {self.label} is gone ({how})", self._last_words() or "run it again")
+        return MachineError("--tier", f"the process that holds {self.label} is gone ({how})", self._last_words() or "run it again")
 
     def _last_words(self) -> str:
         lines = self.log.read_text(errors="replace").strip().splitlines() if self.log.exists() else []
         return lines[-1][:300] if lines else ""
 
 
-def _end_server(process: subprocess.Popen[bytes], pipe: Connection) -> None:
+def _end_server(launched: launch.Launched, pipe: Connection) -> None:
     pipe.close()  # it ends by itself, and helpers of its children then clear up shared memory
-    try:
-        process.wait(_END_LIMIT_S)
-    except subprocess.TimeoutExpired:  # it still imports
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)  # it is the leader of its session, and its children are in it
-        process.wait()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        launched.process.wait(_END_LIMIT_S)
+    launched.stop()
 
 
 def how_it_ended(code: int | None) -> str:
@@ -200,8 +201,8 @@ class Child:
     def __init__(self, name: str, server: TreeServer, run: str, what: str, arguments: tuple[Any, ...], *, ask: bool) -> None:
         self.name, self._asks, self._server = name, ask, server
         self.pid, pipes = server.fork(run, what, 2 if ask else 1, *arguments)
-        self.steps = pipes[0]
-        self.questions = pipes[-1]
+        self.steps: Connection | Wire = pipes[0]
+        self.questions: Connection | Wire = pipes[-1]
         self.planned_death = False
         """A planned fault killed it."""
         self.planned_stop = False
@@ -237,7 +238,7 @@ class Child:
 
     def check_moving(self) -> None:
         """Raise ProcessDied if something else than a planned fault has stopped the process."""
-        if not self.planned_stop and _is_stopped(self.pid):
+        if not self.planned_stop and is_stopped(self.pid):
             raise ProcessDied(self.name, "does not answer: it is stopped")
 
     def signal(self, number: signal.Signals) -> None:
@@ -249,14 +250,16 @@ class Child:
         self.steps.close()
         self.questions.close()
 
-    def _send(self, pipe: Connection, method: str, arguments: tuple[Any, ...]) -> None:
+    def _send(self, pipe: Connection | Wire, method: str, arguments: tuple[Any, ...]) -> None:
         try:
             pipe.send((method, arguments))
         except OSError:
             raise self._died() from None
 
-    def _receive(self, pipe: Connection) -> Any:
+    def _receive(self, pipe: Connection | Wire) -> Any:
         try:
+            while not pipe.poll(_STOPPED_AFTER_S):
+                self.check_moving()
             return pipe.recv()
         except (EOFError, OSError):
             raise self._died() from None
@@ -273,7 +276,8 @@ class Child:
         return Escaped(self.name, "process", "Died", error.how)
 
 
-def _is_stopped(pid: int) -> bool:
+def is_stopped(pid: int) -> bool:
+    """Whether somebody holds a process."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
     except (OSError, IndexError):
@@ -285,7 +289,7 @@ def reserve_ports() -> Iterator[tuple[Ports, Ports]]:
     """Hold port ranges for a prefill and a decode engine, with room for dials that miss.
 
     A dial to a port of these ranges that no rank binds meets nothing, as it should. Runs at the same time get different
-    ranges: the last port of each is kept bound. Raises OSError if nothing is free.
+    ranges: the last port of each is kept bound. Raises TierError if nothing is free.
     """
     windows = (_LAST_PORT - _FIRST_PORT) // _PORTS_A_RUN
     start = int.from_bytes(os.urandom(2), "little")
@@ -293,7 +297,7 @@ def reserve_ports() -> Iterator[tuple[Ports, Ports]]:
         first = _FIRST_PORT + (start + attempt) % windows * _PORTS_A_RUN
         guard = socket.socket()
         try:
-            guard.bind((HOST, first + _PORTS_A_RUN - 1))
+            guard.bind((HOST, first + _PORTS_A_RUN - 1))  # of this machine alone, as all that listens
             guard.listen(1)
             for port in range(first, first + _PORTS_A_RUN - 1):
                 _check_free(port)
@@ -301,12 +305,15 @@ def reserve_ports() -> Iterator[tuple[Ports, Ports]]:
             guard.close()
             continue
         with guard:
-            yield Ports(first, first + 32, first + 120), Ports(first + 64, first + 92, first + 121)
+            secret = os.urandom(32)
+            prefill = Ports(first, first + 32, first + 120, secret=secret)
+            yield prefill, Ports(first + 64, first + 92, first + 121, secret=secret)
         return
-    raise OSError("no free range of ports for a run")
+    text = f"no {_PORTS_A_RUN} in a row are free from {_FIRST_PORT} to {_LAST_PORT}"
+    raise TierError("ports", text, "end what listens there, on any address")
 
 
 def _check_free(port: int) -> None:
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        probe.bind((HOST, port))
+        probe.bind(("", port))  # taken if anyone has it on any address

@@ -17,7 +17,7 @@ class Escaped:
 
     `misfit` is the harness's own line that failed, if no line of the connector was running: then it can't drive this vLLM.
     `broken` is the error, by itself or as the cause of this one, that says the code or the machine is broken: it is no fault
-    of the protocol.
+    of the protocol. `machine` says what the machine lacked; `foreign`: it came neither from vLLM nor from what imitates it.
     """
 
     rank: str
@@ -29,6 +29,8 @@ class Escaped:
     place: str = ""
     """File and line of the innermost frame in the connector."""
     traceback: str = ""
+    machine: str = ""
+    foreign: bool = False
 
     def as_event(self) -> events.Raised:
         """The fields of the event that it is."""
@@ -55,6 +57,36 @@ class StepReport:
     failed_recving: set[str] = field(default_factory=set)
     invalid_blocks: set[int] = field(default_factory=set)
     raised: Escaped | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """The connector's answer for a new request: tokens that come from outside, and whether the request waits for them.
+
+    `prompt_tokens` are those that it left: of a prompt that decode continues with a recurrent state it takes the last away.
+    """
+
+    external_tokens: int
+    wait: bool
+    prompt_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Aggregated:
+    """What vLLM's aggregator makes of the reports of all ranks of a step."""
+
+    sent: frozenset[str]
+    received: frozenset[str]
+    failed: frozenset[str]
+    invalid_blocks: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Reconciled:
+    """Requests that the scheduler acts on after the connector saw the workers' reports."""
+
+    sent: frozenset[str]
+    received: frozenset[str]
 
 
 @dataclass(frozen=True, slots=True)

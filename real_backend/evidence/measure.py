@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import tempfile
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,6 +19,7 @@ from kvcover.real_backend.driver.harness import Harness
 from kvcover.real_backend.driver.race import NO_BARRIER, OVERWRITTEN, Unsteady
 from kvcover.real_backend.evidence.observe import Observed, observe, tree_at
 from kvcover.real_backend.evidence.plan import Planned, planned
+from kvcover.sim import launch
 from kvcover.sim.releases.records import PUBLISHED
 from kvcover.sim.results.result import Result
 from kvcover.sim.scenario.scenario import RequestSpec, Scenario, Side
@@ -49,8 +49,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--show", action="store_true", help="print what every rank saw")
     options = parser.parse_args(arguments)
     chosen = [each for each in planned(options.release) if options.only in each.id]
-    with tempfile.TemporaryDirectory(prefix="kvcover-") as work:
-        harness = Harness(options.tree, Path(work))
+    with launch.work_folder() as work:
+        harness = Harness(options.tree, work)
         for each in chosen:
             row = _measure(harness, options.tree, each, options.date, options.show)
             if options.out:

@@ -13,7 +13,6 @@ import datetime
 import itertools
 import json
 import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -27,6 +26,7 @@ from kvcover.real_backend.driver.harness import Harness
 from kvcover.real_backend.evidence.all_pairs import Combination, all_pairs
 from kvcover.real_backend.evidence.observe import observe, tree_at
 from kvcover.real_backend.evidence.plan import GQA2, GQA8, MLA, Planned, scenario_of
+from kvcover.sim import launch
 from kvcover.sim.releases.records import PUBLISHED
 from kvcover.sim.results.agreement import View, differences, view
 from kvcover.sim.scenario.scenario import Scenario
@@ -140,7 +140,7 @@ def comparisons(trees: Path, cases: Sequence[Planned]) -> Iterator[Comparison]:
     """Run the cases of one release, or of one pair of them."""
     releases = cases[0].scenario.release, cases[0].scenario.decode_release or cases[0].scenario.release
     prefill, decode = (trees / release for release in releases)
-    with tempfile.TemporaryDirectory(prefix="kvcover-") as work, Harness(prefill, Path(work), decode_tree=decode) as harness:
+    with launch.work_folder() as work, Harness(prefill, work, decode_tree=decode) as harness:
         for planned in cases:
             yield compare(harness, planned, trees)
 

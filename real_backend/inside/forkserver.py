@@ -113,7 +113,8 @@ def main() -> None:
             pipe.send(("no GPU", "torch sees none on this machine"))
             return
         prepare(tree, read_abort_s, device)
-        pipe.send(("ready", describe(tree) | ({"device": f"cuda: {', '.join(gpus)}"} if gpus else {})))
+        device_names = {"device": f"cuda: {', '.join(gpus)}"} if gpus else {}
+        pipe.send(("ready", describe(tree) | device_names | {"pid": os.getpid()}))
     except BaseException as error:
         traceback.print_exc()
         pipe.send(("error", f"{type(error).__name__}: {error}"))

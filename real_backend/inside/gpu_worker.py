@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import math
 import subprocess
-import sys
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
@@ -17,6 +16,7 @@ from kvcover.real_backend.inside import worker
 from kvcover.real_backend.inside.cells import LayerView
 from kvcover.real_backend.inside.device_cells import DeviceCells
 from kvcover.real_backend.inside.vllm_setup import EngineConfig, layer_names, torch_dtype
+from kvcover.sim import launch
 
 _SEGMENT = 2 << 20
 """Torch hands out device memory in segments of this size: a cache that fills its segments shares none."""
@@ -76,8 +76,8 @@ def serve_on(gpus: int, trial: Trial, config: EngineConfig, tp_rank: int, *argum
 
 def gpu_names() -> list[str]:
     """The GPUs that torch sees, looked for in a process of its own: no GPU may be in use before a fork."""
-    looked = subprocess.run([sys.executable, "-c", _LOOK], capture_output=True, text=True, check=False)
-    return looked.stdout.strip().splitlines()
+    with launch.Launched(launch.python("-c", _LOOK), stdout=subprocess.PIPE) as look:
+        return look.output()[0].strip().splitlines()
 
 
 def leave_no_handles(pid: int) -> None:

@@ -20,9 +20,10 @@ import numpy as np
 
 from kvcover.faults import EventFault
 from kvcover.real_backend.driver.book import SharedInjector
-from kvcover.real_backend.driver.processes import Ports
+from kvcover.real_backend.driver.processes import HOST, Ports
 from kvcover.real_backend.driver.reports import Post, SentNotice
 from kvcover.real_backend.driver.trial import Role, Trial
+from kvcover.real_backend.inside.private import Private
 
 NOTICE_KINDS = ("drop-notice", "duplicate-notice", "delay-notice", "reorder-notice", "poison-notice", "misroute-notice",
                 "replay-notice")  # fmt: skip
@@ -30,6 +31,7 @@ TRANSFER_KINDS = ("fail-transfer", "partial-transfer", "delay-transfer", "lose-c
 _MORIIO = "vllm.distributed.kv_transfer.kv_connector.v1.moriio"
 _GARBAGE = b"\xc1\xff\xfe"  # neither msgpack nor text
 _INDEX = re.compile(r"([0-9a-f]{32})(?!.*[0-9a-f]{32})")
+_EVERYWHERE = re.compile(r"^tcp://(\*|0\.0\.0\.0|\[::\]):")
 _PORT = re.compile(r":(\d+)$")
 _LINGER_MS = 2000
 _FULL = "SQ full (planned fault)"
@@ -55,6 +57,9 @@ class Injection:
         """Which rank listens on which port."""
         faults, book = trial.setup.faults, trial.book
         self._injector = SharedInjector(faults, book) if faults and book else None
+        self._local = all(each.host == HOST for each in ports.values())
+        """Whether all of the run is on this machine: then nobody else is listened to. Over several, sockets stay as they are."""
+        self._secret = ports["prefill"].secret
 
     def wrap_sockets(self) -> None:
         """Put ours in the place of the socket factory, in every module of the connector that imported it."""
@@ -108,10 +113,14 @@ class Injection:
         notices = [port for ports in self.ports.values() for port in ports.notices]
 
         def make_zmq_socket(*args: Any, **kwargs: Any) -> Any:
-            socket = factory(*args, **kwargs)
-            path = str(kwargs.get("path", args[1] if len(args) > 1 else ""))
+            kwargs |= dict(zip(("ctx", "path", "socket_type", "bind"), args, strict=False))
+            path = str(kwargs.get("path", ""))
             found = _PORT.search(path)
             port = int(found[1]) if found else 0
+            if self._local:
+                kwargs["ctx"] = Private(kwargs["ctx"], self._secret, listens=bool(kwargs.get("bind")))
+                kwargs["path"] = _EVERYWHERE.sub(f"tcp://{HOST}:", path) if kwargs.get("bind") else path
+            socket = factory(*args[4:], **kwargs)
             if kwargs.get("bind"):
                 self.bound.append((time.monotonic_ns(), port))
                 return socket
@@ -121,6 +130,10 @@ class Injection:
             return _NoticeSocket(self, socket, path[: found.start()] if found else path, port)
 
         return make_zmq_socket
+
+    def dialling(self, context: Any) -> Any:
+        """A ZMQ context of which sockets may dial those of this run."""
+        return Private(context, self._secret, listens=False) if self._local else context
 
     def request_of(self, text: str) -> int:
         """The request that an id belongs to, -1 if that can't be told."""
@@ -214,7 +227,8 @@ class _NoticeSocket:
 
     def _dial(self, port: int) -> Any:
         zmq: Any = importlib.import_module("zmq")
-        socket = zmq.Context.instance().socket(zmq.DEALER)
+        context = zmq.Context.instance()
+        socket = self._injection.dialling(context).socket(zmq.DEALER)
         socket.connect(f"{self._host}:{port}")
         return socket
 

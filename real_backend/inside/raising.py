@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import re
 import traceback
 from dataclasses import replace
@@ -25,15 +26,26 @@ def raised_by(name: str, error: BaseException) -> Escaped:
         first = first.__context__
     call = _connector_call(first)
     misfit = where_it_failed(first) if not call and isinstance(first, _MISFITS) else ""
-    return replace(escaped(name, call or "outside the connector", first), misfit=misfit)
+    foreign = not (call or misfit) and isinstance(first, _FOREIGN) and not _is_of_vllm(first)
+    return replace(escaped(name, call or "outside the connector", first), misfit=misfit, foreign=foreign)
 
 
 def escaped(name: str, call: str, error: BaseException) -> Escaped:
-    """An exception as it is reported: with its whole traceback, and the innermost line of the connector in it."""
+    """An exception as it is reported: with its whole traceback, the innermost line of the connector in it, and what was broken."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if CONNECTOR in frame.filename]
     place = f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
-    whole = "".join(traceback.format_exception(error))
-    return Escaped(name, call, type(error).__name__, str(error), "", what_is_broken(error), place, whole)
+    whole, lacks = "".join(traceback.format_exception(error)), what_machine_lacks(error)
+    return Escaped(name, call, type(error).__name__, str(error), "", what_is_broken(error), place, whole, lacks)
+
+
+_FOREIGN = (OSError, MemoryError, RuntimeError, SystemError, EOFError)
+"""What sockets, files, threads and torch raise; what imitates vLLM's scheduler raises other kinds."""
+
+
+def _is_of_vllm(error: BaseException) -> bool:
+    """Whether vLLM itself raised it."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return bool(frames) and str(frames[-1].f_globals.get("__name__")).startswith("vllm.")
 
 
 _MISFITS = (AttributeError, TypeError, ImportError, NameError)
@@ -64,6 +76,49 @@ def what_is_broken(error: BaseException) -> str:
             return f"{type(each).__name__}: {each}"
         each = each.__cause__
     return ""
+
+
+_LACKS = (
+    errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.ENOBUFS,
+)  # fmt: skip
+_BUSY_PORT = re.compile(r":(\d+)\D*$")
+
+
+def what_machine_lacks(error: BaseException) -> str:
+    """Say which error, this one or a cause of it, is the machine's, whoever met it: no more files, memory, threads or disk, or a
+    port that another program holds; empty if none is.
+    """
+    each: BaseException | None = error
+    while each is not None:
+        number = getattr(each, "errno", None)
+        lacks = number in _LACKS or isinstance(each, MemoryError) or "can't start new thread" in str(each)
+        if lacks or (number == errno.EADDRINUSE and _is_strangers(str(each))):
+            return f"{type(each).__name__}: {each}"
+        each = each.__cause__ or each.__context__
+    return ""
+
+
+def _is_strangers(text: str) -> bool:
+    """Whether a port that is in use is held by no process of this one's session, in which all ranks of an engine are.
+
+    Under torchrun each rank has a session of its own; then it can't be told, and isn't.
+    """
+    found = _BUSY_PORT.search(text)
+    if found is None or os.getsid(0) == os.getpid():
+        return False
+    rows = [line.split() for path in ("tcp", "tcp6") for line in Path(f"/proc/net/{path}").read_text().splitlines()[1:]]
+    sockets = {f"socket:[{row[9]}]" for row in rows if row[3] == _LISTENS and row[1].endswith(f":{int(found[1]):04X}")}
+    return not any(_holds(int(entry.name), sockets) for entry in Path("/proc").iterdir() if entry.name.isdecimal())
+
+
+_LISTENS = "0A"
+
+
+def _holds(pid: int, sockets: set[str]) -> bool:
+    try:
+        return os.getsid(pid) == os.getsid(0) and any(os.readlink(each) in sockets for each in Path(f"/proc/{pid}/fd").iterdir())
+    except OSError:
+        return False
 
 
 def _registration_refused(error: BaseException) -> bool:

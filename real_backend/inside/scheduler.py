@@ -8,49 +8,19 @@ from __future__ import annotations
 
 import importlib
 import pickle
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from types import SimpleNamespace
 from typing import Any
 
 from kvcover.real_backend.driver.processes import Ports
-from kvcover.real_backend.driver.reports import SchedulerReport, StepReport
+from kvcover.real_backend.driver.reports import Admission, Aggregated, Reconciled, SchedulerReport, StepReport
 from kvcover.real_backend.driver.trial import BlockTables, Role, Trial
+from kvcover.real_backend.driver.wire import Wire
 from kvcover.real_backend.inside.injection import Injection
 from kvcover.real_backend.inside.keys import Notes, WatchedLeg, follow_copies
 from kvcover.real_backend.inside.raising import raised_by
 from kvcover.real_backend.inside.vllm_setup import EngineConfig, connector_class, connector_role, refuse_states
 from kvcover.sim.scenario.dispatch import Params
-
-
-@dataclass(frozen=True, slots=True)
-class Admission:
-    """The connector's answer for a new request: tokens that come from outside, and whether the request waits for them.
-
-    `prompt_tokens` are those that it left: of a prompt that decode continues with a recurrent state it takes the last away.
-    """
-
-    external_tokens: int
-    wait: bool
-    prompt_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class Aggregated:
-    """What vLLM's aggregator makes of the reports of all ranks of a step."""
-
-    sent: frozenset[str]
-    received: frozenset[str]
-    failed: frozenset[str]
-    invalid_blocks: frozenset[int]
-
-
-@dataclass(frozen=True, slots=True)
-class Reconciled:
-    """Requests that the scheduler acts on after the connector saw the workers' reports."""
-
-    sent: frozenset[str]
-    received: frozenset[str]
 
 
 class _Blocks:
@@ -222,7 +192,7 @@ class SchedulerSide:
         )
 
 
-def serve(trial: Trial, config: EngineConfig, ports: dict[Role, Ports], pipe: Connection) -> None:
+def serve(trial: Trial, config: EngineConfig, ports: dict[Role, Ports], pipe: Connection | Wire) -> None:
     """Body of a scheduler's process: answer (method, arguments) with a result or with what was raised."""
     name = f"{config.role} scheduler {config.dp_rank}"
     try:

@@ -300,7 +300,7 @@ class _Watch:
     def _logged(self, where: str, error: BaseException) -> None:
         """Keep an error that the connector caught and only logged; it ended the thread's work if code or machine is broken."""
         found = escaped(self._name, where, error)
-        if found.broken:
+        if found.broken or found.machine:
             self.thread_errors.append(found)
         elif len(self._caught) < _MOST_CAUGHT:
             self._caught.setdefault((found.call, found.kind, found.place), found)

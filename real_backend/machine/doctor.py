@@ -20,6 +20,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
+from kvcover.real_backend.machine.room import lacks
 from kvcover.real_backend.machine.trees import cache, installed, trees
 from kvcover.sim.errors import InputError, TierError
 from kvcover.sim.releases.records import NEWEST
@@ -195,8 +196,17 @@ def _ports(place: Place) -> Iterator[Look]:
     try:
         with reserve_ports() as (prefill, _):
             yield Look("ports", "ok", f"128 free in a row from {prefill.handshake}", tiers=_LOOPBACK)
-    except OSError as error:
-        yield Look("ports", "missing", str(error), "end what listens on 10000-30000 of 127.0.0.1", _LOOPBACK)
+    except TierError as error:
+        yield Look("ports", "missing", error.problem, error.hint, _LOOPBACK)
+
+
+def _room(place: Place) -> Iterator[Look]:
+    """Limits that keep even the smallest run, one rank a side, from starting."""
+    found = list(lacks(2, 2))
+    for text, how in found:
+        yield Look("room", "missing", text, how, _LOOPBACK)
+    if not found:
+        yield Look("room", "ok", "files, tasks, addresses and shared memory for a run", tiers=_LOOPBACK)
 
 
 def _rocm(place: Place) -> Iterator[Look]:
@@ -340,6 +350,7 @@ CHECKS: tuple[Callable[[Place], Iterator[Look]], ...] = (
     _memory_of_peers,
     _yama,
     _ports,
+    _room,
     _rocm,
     _gpu,
     _torch_rocm,

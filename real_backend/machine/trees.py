@@ -24,6 +24,7 @@ from pathlib import Path
 
 from kvcover.real_backend.inside.vllm_setup import MORIIO_FOLDER, connector_files, tree_version, user_cache, version_file
 from kvcover.real_backend.machine.identity import Identity, identify, number_of
+from kvcover.sim import launch
 from kvcover.sim.errors import InputError, TierError, short
 from kvcover.sim.releases.records import ALIASES, NEWEST, RELEASES
 
@@ -31,6 +32,7 @@ _BUILD_NEEDS = ("torch", "setuptools", "setuptools_scm", "setuptools_rust", "whe
 _RUN_NEEDS = ("torch", "zmq", "msgpack", "transformers", "pydantic", "numpy")
 _NO_NETWORK = ("name resolution", "Connection", "Network is unreachable", "ProxyError", "timed out", "Max retries")
 _TOLD = re.compile(r"^\s*(Collecting|Downloading|Using cached|Preparing|Building|Created|Installing|Successfully)")
+_RELEASE = re.compile(r"\d+\.\d+\.\d+\w*")
 _EXTRA = "pip install 'kvcover[connector]'"
 
 
@@ -107,14 +109,14 @@ def find(text: str) -> Tree:
     if text == "installed":
         return installed()
     path = path_of(text, "--vllm")
-    if os.sep in text or path.is_dir():
+    if os.sep in text or (path.is_dir() and not is_release(text)):  # ./0.33.0 is a folder, 0.33.0 never one here
         check_tree(path)
         return _unambiguous(_tree(path.resolve(), tree_version(path), "working copy"))
     for name in (text, ALIASES.get(text, text), *(alias for alias, same in ALIASES.items() if same == text)):
         for tree in trees():
             if tree.version == name and tree.kind != "working copy":
                 return _as_named(_unambiguous(tree), text)
-    if not re.fullmatch(r"\d+\.\d+\.\d+\w*", text):
+    if not is_release(text):
         raise TierError("--vllm", f"{text!r} is no release and no folder", "give a release such as 0.27.0, a path, or installed")
     raise TierError("--vllm", f"no vLLM {text} here", f"get it with `kvcover vllm add {text}`")
 
@@ -128,6 +130,11 @@ def path_of(text: str, place: str) -> Path:
     except (OSError, RuntimeError, ValueError) as error:
         raise InputError(place, f"{short(text)} is no release and no folder: {error}", "give a release such as 0.27.0") from None
     return path
+
+
+def is_release(text: str) -> bool:
+    """Whether a text is a release's name, known or not; a folder of that name is given as `./0.27.0`."""
+    return _RELEASE.fullmatch(text) is not None
 
 
 def check_tree(path: Path) -> None:
@@ -228,10 +235,11 @@ def add_release(release: str, say: Callable[[str], None]) -> Tree:
             return _tree(final, release, "cache")
         shutil.rmtree(partial, ignore_errors=True)
         try:
-            _pip(release, partial, place, say)
-            _verify(partial, release, place)
+            partial.mkdir()  # takes pip's temporary files too, and goes with all of them however this ends
+            _pip(release, partial / "tree", place, say)
+            _verify(partial / "tree", release, place)
             shutil.rmtree(final, ignore_errors=True)  # one without a connector: no tree
-            partial.replace(final)
+            (partial / "tree").replace(final)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
     return _tree(final, release, "cache")
@@ -246,31 +254,30 @@ def _verify(partial: Path, release: str, place: str) -> None:
 
 def _pip(release: str, target: Path, place: str, say: Callable[[str], None]) -> None:
     """Let pip build and install; what is worth telling goes to `say`, all of it into a log."""
-    command = [sys.executable, "-P", "-m", "pip", "install", "--no-deps", "--no-build-isolation", "--no-binary", "vllm",
-               "--disable-pip-version-check", "--no-input", "--progress-bar", "off", "--target", str(target),
-               f"vllm=={release}"]  # fmt: skip
-    environment = os.environ | {"VLLM_VERSION_OVERRIDE": release, "VLLM_TARGET_DEVICE": "empty"}
+    command = launch.python("-m", "pip", "install", "--no-deps", "--no-build-isolation", "--no-binary", "vllm",
+                            "--disable-pip-version-check", "--no-input", "--progress-bar", "off", "--target", str(target),
+                            f"vllm=={release}")  # fmt: skip
+    own = launch.environment(VLLM_VERSION_OVERRIDE=release, VLLM_TARGET_DEVICE="empty", TMPDIR=str(target.parent))
     started = time.monotonic()
     tail: list[str] = []
     say(f"installing vLLM {release} without kernels (about 80 MB, half a minute)")
-    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as pip:
-        try:
-            assert pip.stdout is not None
-            for line in pip.stdout:
-                tail = [*tail[-200:], line.rstrip()]
-                if _TOLD.match(line):
-                    say(f"{time.monotonic() - started:4.0f} s  {line.strip()[:100]}")
-        except BaseException:
-            pip.terminate()
-            raise
-    if pip.returncode:
+    pipe, same = subprocess.PIPE, subprocess.STDOUT
+    with launch.Launched(command, env=own, folder=target.parent, stdout=pipe, stderr=same) as pip:
+        assert pip.process.stdout is not None
+        for each in pip.process.stdout:
+            line = each.decode(errors="replace")
+            tail = [*tail[-200:], line.rstrip()]
+            if _TOLD.match(line):
+                say(f"{time.monotonic() - started:4.0f} s  {line.strip()[:100]}")
+        pip.process.wait()
+    if pip.process.returncode:
         text = "\n".join(tail)
         if any(sign in text for sign in _NO_NETWORK) and "No matching distribution" not in text.split("ERROR")[0]:
             raise InputError(place, "the package index can't be reached", "connect, or give the path of a working copy")
         if "No matching distribution" in text:
             raise InputError(place, f"the package index has no source of vLLM {release}", "see `kvcover releases`")
         errors = [line for line in tail if "rror" in line] or tail
-        raise InputError(place, f"pip failed: {errors[-1].strip()[:200] if errors else pip.returncode}", f"check {_EXTRA}")
+        raise InputError(place, f"pip failed: {errors[-1].strip()[:200] if errors else pip.process.returncode}", f"check {_EXTRA}")
 
 
 @contextmanager

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 import tarfile
 import tempfile
 import xml.etree.ElementTree as ElementTree
@@ -18,6 +17,7 @@ from pathlib import Path
 
 from kvcover.real_backend.inside.vllm_setup import HOST, LOOPBACK
 from kvcover.real_backend.machine.trees import cache, check_tree, find, refuse_other_release
+from kvcover.sim import launch
 from kvcover.sim.errors import TierError
 from kvcover.sim.releases.records import get_release
 from kvcover.sim.results.verdict import PASS, Verdict, fail, inconclusive
@@ -94,16 +94,18 @@ def find_tests(release: str, tree: Path) -> Path:
 def _fetch(release: str, folder: Path) -> None:
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{release}-") as work:
-        command = [sys.executable, "-P", "-m", "pip", "download", "-q", "--no-deps", "--no-build-isolation", "--no-binary", ":all:"]
+        command = launch.python("-m", "pip", "download", "-q", "--no-deps", "--no-build-isolation", "--no-binary", ":all:")
         command += ["--dest", work, f"vllm=={release}"]
-        environment = {**os.environ, "VLLM_TARGET_DEVICE": "empty", "VLLM_VERSION_OVERRIDE": release}
-        try:
-            done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=_DOWNLOAD_LIMIT_S, check=False)
-        except subprocess.TimeoutExpired:
-            raise TierError(f"vllm-tests {release}", f"no sdist after {_DOWNLOAD_LIMIT_S} s", "try again, or --vllm PATH") from None
+        own = launch.environment(VLLM_TARGET_DEVICE="empty", VLLM_VERSION_OVERRIDE=release, TMPDIR=work)
+        with launch.Launched(command, env=own, folder=Path(work), stderr=subprocess.PIPE) as pip:
+            try:
+                _, errors = pip.output(_DOWNLOAD_LIMIT_S)
+            except subprocess.TimeoutExpired:
+                text = f"no sdist after {_DOWNLOAD_LIMIT_S} s"
+                raise TierError(f"vllm-tests {release}", text, "try again, or --vllm PATH") from None
         archives = list(Path(work).glob("*.tar.gz"))
-        if done.returncode or not archives:
-            said = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or done.stderr.splitlines()[-1:]
+        if pip.process.returncode or not archives:
+            said = [line for line in errors.splitlines() if line.startswith("ERROR")] or errors.splitlines()[-1:]
             problem = f"pip can't fetch the sdist: {' '.join(said[:1])}"
             raise TierError(f"vllm-tests {release}", problem, "give a checkout of vLLM: --vllm PATH")
         unpacked = Path(work) / "unpacked"
@@ -140,20 +142,21 @@ def run_tests(release: str, tree: Path) -> Tally:
     files = moriio_files(folder)
     if not files:  # pytest would run every test that it finds
         raise TierError("vllm-tests", f"no unit test of {release} has to do with MoRI-IO", "use a release from 0.24.0 on")
-    with tempfile.TemporaryDirectory(prefix="kvcover-") as work:
-        report = Path(work) / "report.xml"
-        command = [sys.executable, "-m", "pytest", "--noconftest", "-q", "-p", "no:cacheprovider", "-c", os.devnull]
+    with launch.work_folder() as work:
+        report, pipe = work / "report.xml", subprocess.PIPE
+        command = launch.python("-m", "pytest", "--noconftest", "-q", "-p", "no:cacheprovider", "-c", os.devnull)
         command += ["--rootdir", str(folder), "--continue-on-collection-errors", f"--junitxml={report}", *map(str, files)]
-        done = subprocess.run(command, cwd=folder, env=_environment(tree), capture_output=True, text=True, check=False)
+        with launch.Launched(command, cwd=folder, env=_environment(tree, work), folder=work, stdout=pipe, stderr=pipe) as pytest:
+            said = " ".join("".join(pytest.output()).splitlines()[-_LAST_LINES:])
         if not report.exists():
-            said = " ".join((done.stdout + done.stderr).splitlines()[-_LAST_LINES:])
             raise TierError(f"vllm-tests {release}", f"pytest gave no report: {said}", "run it again with a fresh environment")
         return _read(release, report, files)
 
 
-def _environment(tree: Path) -> dict[str, str]:
-    kept = {key: value for key, value in os.environ.items() if key not in ("PYTEST_ADDOPTS", "PYTHONPATH")}
+def _environment(tree: Path, work: Path) -> dict[str, str]:
+    kept = {key: value for key, value in launch.environment().items() if key != "PYTEST_ADDOPTS"}
     return kept | {
+        "TMPDIR": str(work),
         "PYTHONPATH": os.pathsep.join((str(LOOPBACK), str(tree.resolve()))),
         "PYTHONDONTWRITEBYTECODE": "1",
         "OMP_NUM_THREADS": "1",

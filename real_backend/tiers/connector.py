@@ -24,11 +24,13 @@ from kvcover.real_backend.driver.harness import Harness
 from kvcover.real_backend.driver.processes import device
 from kvcover.real_backend.driver.reports import RunSeen
 from kvcover.real_backend.driver.trial import Limits, Trial
+from kvcover.real_backend.machine.room import check_room
 from kvcover.real_backend.machine.trees import Tree, check_machine, choose, release_of
 from kvcover.real_backend.tiers.declared import DRAWN, INJECTED, PINS, fit
 from kvcover.real_backend.tiers.report import to_result
 from kvcover.real_backend.tiers.translate import free_mb, memory_mb, refuse_unlike_layers, to_trial
-from kvcover.sim.errors import TierError
+from kvcover.sim import launch
+from kvcover.sim.errors import MachineError, TierError
 from kvcover.sim.progress import Progress, progress
 from kvcover.sim.releases.records import NEWEST
 from kvcover.sim.results.result import Result
@@ -39,6 +41,7 @@ _RANKS_A_CORE = 8
 _RANKS_A_GPU = 16
 _WORKERS = 32
 _POLL_S = 0.2
+_COME_BACK_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,17 +74,18 @@ class ConnectorTier(Tier):
     ) -> Sequence[Result | TierError]:
         check_machine()
         groups = _group(scenarios, vllms)
+        _check_room([trial for group in groups for trial in group.trials.values()])
         results: dict[int, Result | TierError] = {}
-        with progress(len(scenarios), "starting") as bar, tempfile.TemporaryDirectory(prefix="kvcover-") as work:
+        with progress(len(scenarios), "starting") as bar, launch.work_folder() as work:
             harnesses: list[Harness] = []
             try:
                 for group in groups[:2]:
-                    harnesses.append(_start(group, Path(work)))
+                    harnesses.append(_start(group, work))
                 for position, group in enumerate(groups):
                     results |= _run_group(group, harnesses[position], vllms, bar, keep_errors, pace)
                     harnesses[position].close()
                     if position + 2 < len(groups):
-                        harnesses.append(_start(groups[position + 2], Path(work)))
+                        harnesses.append(_start(groups[position + 2], work))
             finally:
                 for harness in harnesses:
                     harness.close()
@@ -105,6 +109,13 @@ def _group(scenarios: Sequence[Scenario], vllms: Sequence[str | None]) -> list[_
         key = (*trees, trial.limits.read_abort_s)
         groups.setdefault(key, _Shared(trees, key[2], {})).trials[index] = trial
     return list(groups.values())
+
+
+def _check_room(trials: Sequence[Trial]) -> None:
+    """Raise TierError if the machine has no room for the largest, or for as many as will run at a time."""
+    largest = max(trial.ranks for trial in trials)
+    at_once = min(sum(trial.ranks for trial in trials), max(largest, _Budget().ranks))
+    check_room(largest, at_once, max(memory_mb(trial) // trial.ranks for trial in trials))
 
 
 def as_trees(scenario: Scenario, trees: tuple[Tree, Tree]) -> Scenario:
@@ -134,10 +145,10 @@ def _run_group(
     results: dict[int, Result | TierError] = {}
     bar.say(f"vLLM {group.trees[0].name}")
     pool = ThreadPoolExecutor(1 if alone else _WORKERS)
+    running: dict[Future[RunSeen], int] = {}
     try:
-        running: dict[Future[RunSeen], int] = {
-            pool.submit(_run_one, harness, trial, budget, load, pace): index for index, trial in group.trials.items()
-        }
+        for index, trial in group.trials.items():
+            running[pool.submit(_run_one, harness, trial, budget, load, pace)] = index
         while running:
             done, _ = wait(running, timeout=_POLL_S, return_when=FIRST_COMPLETED)
             for future in done:
@@ -152,7 +163,8 @@ def _run_group(
                 bar.advance()
     except BaseException:
         budget.stop()
-        harness.close()  # ends every process, so that the threads come back
+        harness.close()  # ends every process, so that the threads come back, and leave their folders
+        wait(running, timeout=_COME_BACK_S)
         raise
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
@@ -165,14 +177,22 @@ def _run_one(harness: Harness, trial: Trial, budget: _Budget, load: int, pace: P
         if pace.over():
             raise NOT_BEGUN
         try:
-            result = harness.run(trial)
-            if result.stalled and not trial.setup.faults:  # a busy machine can look like a standstill, but hardly twice
-                result = harness.run(trial)
+            return _run_steadily(harness, trial)
         except ValueError as error:
             raise TierError("scenario", str(error), "use --tier model") from None
         except OSError as error:
-            raise TierError("--tier connector", str(error), "free some ports or processes") from None
-    return result
+            raise MachineError("--tier connector", str(error), "free some memory, files or disk") from None
+
+
+def _run_steadily(harness: Harness, trial: Trial) -> RunSeen:
+    """Run it once more if the machine spoilt it, or it stood still: a busy machine hardly does that twice."""
+    if trial.setup.faults:  # they are counted, and would be twice
+        return harness.run(trial)
+    try:
+        seen = harness.run(trial)
+    except MachineError:
+        return harness.run(trial)
+    return harness.run(trial) if seen.stalled else seen
 
 
 class _Budget:

@@ -9,8 +9,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -18,12 +16,14 @@ from typing import Any, Literal
 import msgspec
 
 from kvcover.real_backend.driver import logs
+from kvcover.real_backend.driver.processes import HOST
 from kvcover.real_backend.machine.doctor import Place, examine, lacking
 from kvcover.real_backend.machine.trees import choose, refuse_other_release
 from kvcover.real_backend.tiers.connector import as_trees
 from kvcover.real_backend.tiers.declared import DRAWN, INJECTED, fit
 from kvcover.real_backend.tiers.translate import refuse_unlike_layers, to_trial
-from kvcover.sim.errors import Inconclusive, TierError
+from kvcover.sim.errors import Inconclusive, MachineError, TierError
+from kvcover.sim.launch import Launched, environment, python, work_folder
 from kvcover.sim.releases.records import NEWEST
 from kvcover.sim.results.result import Result
 from kvcover.sim.scenario.scenario import Scenario
@@ -125,21 +125,19 @@ def launch(scenario: Scenario, vllm: str, options: tuple[str, ...], limit_s: flo
     trial = to_trial(scenario)
     refuse_unlike_layers(trial)
     ranks = trial.ranks
-    with tempfile.TemporaryDirectory(prefix="kvcover-") as work:
-        given, written, log = Path(work) / "scenario.json", Path(work) / "result.json", Path(work) / "torchrun.log"
+    with work_folder() as work:
+        given, written, log = work / "scenario.json", work / "result.json", work / "torchrun.log"
         given.write_bytes(msgspec.json.encode(scenario))
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+        command = python("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks))
         command += ["-m", "kvcover.real_backend.tiers.torchrun", str(given), "-o", str(written), "--vllm", vllm, *options]
-        environment = os.environ | {"PYTHONSAFEPATH": "1"}  # no module comes from the current folder, as `-m` would have it
-        with log.open("wb") as out:
+        own = environment(KVCOVER_HOST_IP=os.environ.get("KVCOVER_HOST_IP", HOST))  # nobody else is to reach the ranks
+        with log.open("wb") as out, Launched(command, env=own, folder=work, stdout=out, stderr=out) as torchrun:
             try:
-                subprocess.run(
-                    command, env=environment, stdout=out, stderr=out, stdin=subprocess.DEVNULL, timeout=limit_s, check=False
-                )
+                torchrun.process.wait(limit_s)
             except subprocess.TimeoutExpired:
                 raise TierError("--tier hardware", f"no result after {limit_s:g} s: {_end_of(log)}", "run it again") from None
             finally:
-                logs.keep(Path(work))
+                logs.keep(work)
         if not written.exists():
             raise TierError("--tier hardware", f"the ranks gave no result: {_end_of(log)}", "see `kvcover doctor --tier hardware`")
         return read_result(written)
@@ -151,7 +149,7 @@ def read_result(path: Path) -> Result:
     if "inconclusive" in data:
         raise Inconclusive(data["inconclusive"])
     if "error" in data:
-        raise TierError(*data["error"])
+        raise (MachineError if data.get("machine") else TierError)(*data["error"])
     return msgspec.convert(data, Result)
 
 

@@ -27,7 +27,7 @@ from kvcover.real_backend.machine.trees import choose
 from kvcover.real_backend.tiers.connector import as_trees
 from kvcover.real_backend.tiers.hardware import hardware_tier
 from kvcover.real_backend.tiers.translate import refuse_unlike_layers, to_trial
-from kvcover.sim.errors import Inconclusive, InputError, TierError
+from kvcover.sim.errors import Inconclusive, InputError, MachineError, TierError
 from kvcover.sim.releases.records import NEWEST
 from kvcover.sim.results.result import Result
 from kvcover.sim.scenario.scenario import Scenario, Side, build, load
@@ -74,7 +74,7 @@ def give_up(error: InputError | Inconclusive, output: Path | None) -> int:
     if output is not None and os.environ.get("RANK", "0") == "0":
         output.write_text(json.dumps(failure(error)))
     print(f"kvcover: {error}", file=sys.stderr)
-    return INCONCLUSIVE_CODE if isinstance(error, Inconclusive) else 2
+    return INCONCLUSIVE_CODE if isinstance(error, Inconclusive) else error.exit_code
 
 
 def trial_of(scenario: Scenario, test: bool) -> Trial:
@@ -166,7 +166,7 @@ def require(told: str) -> None:
 def failure(error: Exception) -> dict[str, Any]:
     """What stands in a result's place: why there is none."""
     if isinstance(error, InputError):
-        return {"error": [error.place, error.problem, error.hint]}
+        return {"error": [error.place, error.problem, error.hint], "machine": isinstance(error, MachineError)}
     if isinstance(error, Inconclusive):
         return {"error": ["session", str(error), ""], "inconclusive": str(error)}
     return {"error": ["--tier hardware", f"the run failed: {type(error).__name__}: {error}", "report it"]}

@@ -14,10 +14,7 @@ import argparse
 import importlib
 import json
 import os
-import signal
-import socket
 import sys
-import tempfile
 import threading
 import time
 import traceback
@@ -33,32 +30,25 @@ import msgspec
 from kvcover.real_backend.driver.book import SharedInjector
 from kvcover.real_backend.driver.children import Children
 from kvcover.real_backend.driver.harness import drive
-from kvcover.real_backend.driver.processes import HOST, Child, Ports, ProcessDied, reserve_ports
+from kvcover.real_backend.driver.processes import Ports, reserve_ports
 from kvcover.real_backend.driver.rank_faults import ProcessFaults
 from kvcover.real_backend.driver.reports import RunSeen
+from kvcover.real_backend.driver.spool import Spool
 from kvcover.real_backend.driver.trial import ROLES, Role, Trial
+from kvcover.real_backend.driver.wire import Wire
 from kvcover.real_backend.inside import scheduler
 from kvcover.real_backend.inside.device_worker import DeviceWorker, prepare_device, suit
 from kvcover.real_backend.inside.gpu_worker import leave_no_handles
 from kvcover.real_backend.inside.raising import raised_by
 from kvcover.real_backend.inside.vllm_setup import ConfigFactory, describe, prepare
 from kvcover.real_backend.machine.trees import Tree, choose, refuse_other_release, release_of
+from kvcover.real_backend.tiers.meeting import Link, Meeting, Steps, join, own_host
 from kvcover.real_backend.tiers.report import ON_GPU, to_result
 from kvcover.real_backend.tiers.session import Case, begin, failure, give_up, require, run_session, trial_of
+from kvcover.sim import launch
 from kvcover.sim.errors import Inconclusive, InputError, TierError
 
 _START_LIMIT_S = 300.0
-
-
-@dataclass(frozen=True, slots=True)
-class HostPorts(Ports):
-    """Ports of an engine on a host of its own."""
-
-    host: str = HOST
-
-    @property
-    def zmq_address(self) -> str:
-        return f"host:{self.host},handshake:{self.handshake},notify:{self.notify}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,67 +65,6 @@ def positions(trial: Trial) -> list[Position]:
     return [
         Position(role, dp, tp) for role in ROLES for dp in range(trial.endpoint(role).dp) for tp in range(trial.endpoint(role).tp)
     ]
-
-
-class Link(Child):
-    """A rank or a scheduler in another process, perhaps on another node, by its connections."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.pid = 0
-        self.planned_death = False
-        self.planned_stop = False
-
-    def close(self) -> None:
-        for part in ("steps", "questions"):
-            if hasattr(self, part):
-                getattr(self, part).close()
-
-    def signal(self, number: signal.Signals) -> None:
-        """Send the process, which is on this node, a signal."""
-        os.kill(self.pid, number)
-
-    def _died(self) -> ProcessDied:
-        return ProcessDied(self.name, "closed its connection")
-
-
-@dataclass(frozen=True, slots=True)
-class Meeting:
-    """What all processes share: torchrun's store, and who this one is."""
-
-    store: Any
-    rank: int
-    size: int
-    local_rank: int
-
-    def tell(self, key: str, value: Any) -> None:
-        """Publish something."""
-        self.store.set(key, json.dumps(value))
-
-    def hear(self, key: str) -> Any:
-        """Wait for what another process publishes."""
-        return json.loads(self.store.get(key))
-
-
-def join(case: str) -> Meeting:
-    """Join torchrun's rendezvous for a case, and hide it from vLLM, whose worlds are smaller: one TP group each."""
-    torch: Any = importlib.import_module("torch")
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    store, rank, size = next(iter(torch.distributed.rendezvous("env://")))
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "ROLE_WORLD_SIZE"):
-        os.environ.pop(name, None)
-    return Meeting(torch.distributed.PrefixStore(f"kvcover/{case}", store), rank, size, local_rank)
-
-
-def own_host(test: bool) -> str:
-    """Return the address under which other nodes reach this one: `KVCOVER_HOST_IP`, else the one towards torchrun's master."""
-    if named := os.environ.get("KVCOVER_HOST_IP"):
-        return named
-    if test:
-        return HOST
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((os.environ.get("MASTER_ADDR", HOST), 9))
-        return str(probe.getsockname()[0])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -181,13 +110,13 @@ def _be_rank(options: argparse.Namespace, case: Case, meeting: Meeting) -> None:
     host = own_host(test)
     device = _device(meeting.local_rank) if not test or options.device == "cuda" else "cpu"
     tree = _tree(options.vllm, (mine.role == "decode" and scenario.decode_release) or scenario.release)
-    with ExitStack() as stack, tempfile.TemporaryDirectory(prefix="kvcover-") as work:
+    with ExitStack() as stack, launch.work_folder() as work:
         ports = _agree_on_ports(meeting, trial, mine, host, stack)
         if test:
             prepare(tree.path, trial.limits.read_abort_s, options.device)
         else:
             prepare_device(tree.path, trial.limits.read_abort_s, host)
-        config = ConfigFactory(Path(work) / "models").engine(trial, mine.role, mine.dp, ports[mine.role])
+        config = ConfigFactory(work / "models").engine(trial, mine.role, mine.dp, ports[mine.role])
         suit(config, host, options.transport, device.partition(":")[0])
         about = describe(tree.path) | {
             "mori": "loopback" if test else _mori(options.transport),
@@ -195,16 +124,17 @@ def _be_rank(options: argparse.Namespace, case: Case, meeting: Meeting) -> None:
             "host": host,
         }
         meeting.tell(f"about/{meeting.rank}", about)
-        for_ranks = _share_book(meeting, trial, Path(work) / "book")
+        for_ranks = _share_book(meeting, trial, work / "book")
         leader = None
         if meeting.rank == 0:
             listener = Listener((host, 0), authkey=_new_key(meeting))
             meeting.tell("listener", [host, listener.address[1]])
             leader = threading.Thread(
-                target=_lead, args=(options, case, meeting, trial, ports, Path(work), listener), daemon=True, name="leader"
+                target=_lead, args=(options, case, meeting, trial, ports, work, listener), daemon=True, name="leader"
             )
             leader.start()
-        _serve(meeting, for_ranks, config, mine, ports, device, case.wrong_byte)
+        spool = _share_spool(meeting, mine, work)
+        _serve(meeting, for_ranks, config, mine, ports, device, spool, case.wrong_byte)
         if leader is not None:
             leader.join()
 
@@ -233,16 +163,25 @@ def _share_book(meeting: Meeting, trial: Trial, book: Path) -> Trial:
     return replace(trial, book=Path(meeting.hear("book")))
 
 
+def _share_spool(meeting: Meeting, mine: Position, work: Path) -> Spool:
+    """The folder that the first rank of an engine shares with the others, which are on its node."""
+    key = f"spool/{mine.role}{mine.dp}"
+    if mine.tp == 0:
+        (work / "spool").mkdir(mode=0o700)
+        meeting.tell(key, str(work / "spool"))
+    return Spool(Path(meeting.hear(key)))
+
+
 def _agree_on_ports(meeting: Meeting, trial: Trial, mine: Position, host: str, stack: ExitStack) -> dict[Role, Ports]:
     """Let the first rank of each engine take ports on its host, and check that its other ranks are there too."""
     meeting.tell(f"host/{meeting.rank}", host)
     if mine.dp == mine.tp == 0:
         found = stack.enter_context(reserve_ports())[ROLES.index(mine.role)]
         meeting.tell(f"ports/{mine.role}", [found.handshake, found.notify, found.http, host])
-    ports: dict[Role, Ports] = {role: HostPorts(*meeting.hear(f"ports/{role}")) for role in ROLES}
+    ports: dict[Role, Ports] = {role: Ports(*meeting.hear(f"ports/{role}")) for role in ROLES}
     for rank, position in enumerate(positions(trial)):
         there, wanted = meeting.hear(f"host/{rank}"), ports[position.role]
-        if isinstance(wanted, HostPorts) and there != wanted.host:
+        if there != wanted.host:
             text = f"ranks of the {position.role} engine are on {wanted.host} and on {there}"
             raise TierError("torchrun", text, "start all ranks of an engine on one node: a multiple of them each")
     return ports
@@ -275,7 +214,14 @@ def _new_key(meeting: Meeting) -> bytes:
 
 
 def _serve(
-    meeting: Meeting, trial: Trial, config: Any, mine: Position, ports: dict[Role, Ports], device: str, wrong_byte: bool
+    meeting: Meeting,
+    trial: Trial,
+    config: Any,
+    mine: Position,
+    ports: dict[Role, Ports],
+    device: str,
+    spool: Spool,
+    wrong_byte: bool,
 ) -> None:
     """Be a rank, and its engine's scheduler if it is the first of it, until the leader lets go."""
     host, port = meeting.hear("listener")
@@ -283,11 +229,11 @@ def _serve(
 
     def connect(part: str) -> Connection:
         pipe = Client((host, port), authkey=key)
-        pipe.send((meeting.rank, os.getpid(), part))
+        Wire(pipe).send((meeting.rank, os.getpid(), part))
         return pipe
 
-    steps, questions = connect("steps"), connect("questions")
-    scheduler = connect("scheduler") if mine.tp == 0 else None
+    steps, questions = Wire(connect("steps")), Wire(connect("questions"))
+    scheduler = Steps(connect("scheduler"), spool) if mine.tp == 0 else None
     try:
         worker = DeviceWorker(trial, config, mine.tp, ports, meeting.store, device, wrong_byte and mine.role == "decode")
     except Exception as error:
@@ -301,20 +247,22 @@ def _serve(
         return
     if scheduler is not None:
         threading.Thread(target=_schedule, args=(trial, config, ports, scheduler), daemon=True).start()
-    threading.Thread(target=_answer, args=(worker, questions), daemon=True).start()
+    threading.Thread(target=_answer, args=(worker, questions, spool), daemon=True).start()
     steps.send(None)
-    _answer(worker, steps)
+    _answer(worker, steps, spool)
 
 
-def _schedule(trial: Trial, config: Any, ports: dict[Role, Ports], pipe: Connection) -> None:
+def _schedule(trial: Trial, config: Any, ports: dict[Role, Ports], pipe: Wire) -> None:
     with suppress(EOFError, OSError):
         scheduler.serve(trial, config, ports, pipe)
 
 
-def _answer(worker: DeviceWorker, pipe: Connection) -> None:
+def _answer(worker: DeviceWorker, pipe: Wire, spool: Spool) -> None:
     with suppress(EOFError, OSError):
         while True:
             method, arguments = pipe.recv()
+            if method == "step":
+                arguments = (spool.take(arguments[0]), *arguments[1:])
             pipe.send(getattr(worker, method)(*arguments))
 
 
@@ -357,7 +305,7 @@ def _collect(trial: Trial, children: Children, listener: Listener) -> None:
         for dp in range(trial.endpoint(role).dp):
             children.schedulers[role, dp] = Link(f"{role} scheduler {dp}")
     for _ in range(2 * len(who) + len(children.schedulers)):
-        pipe = listener.accept()
+        pipe = Wire(listener.accept())
         rank, pid, part = pipe.recv()
         if part == "scheduler":
             position = who[rank]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -197,18 +196,17 @@ def write_output(path: str | None, text: str, option: str = "-o") -> None:
     if path is None:
         return
     target = _output_file(path, option)
+    name = target.parent / f".kvcover-{os.urandom(6).hex()}"
     try:
-        handle, name = tempfile.mkstemp(dir=target.parent, prefix=".kvcover-")
-    except OSError as error:
-        raise InputError(option, f"can't write {path!r}: {error.strerror}", "name a file in a folder that exists") from None
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
+        with open(name, "x", encoding="utf-8") as file:  # with the mode that the umask leaves
+            if target.exists():
+                os.fchmod(file.fileno(), target.stat().st_mode & 0o777)
             file.write(text)
-        os.chmod(name, 0o644)
         os.replace(name, target)
     except OSError as error:
-        os.unlink(name)
-        raise InputError(option, f"can't write {path!r}: {error.strerror}", "name a file, not a folder") from None
+        raise InputError(option, f"can't write {path!r}: {error.strerror}", "name a file in a folder that exists") from None
+    finally:
+        name.unlink(missing_ok=True)
 
 
 def check_output(path: str | None, *inputs: object, option: str = "-o") -> None:

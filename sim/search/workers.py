@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import signal
+import threading
 from collections.abc import Iterator
-from concurrent.futures import Executor
+from concurrent.futures import BrokenExecutor, Executor
 from contextlib import contextmanager
 
-from kvcover.sim.errors import InputError
+from kvcover.sim.errors import InputError, MachineError
 
 
 @contextmanager
@@ -23,15 +25,43 @@ def executor(processes: int | None, dask: str | None) -> Iterator[tuple[Executor
         return
     import multiprocessing
     from concurrent.futures import ProcessPoolExecutor
+    from multiprocessing.util import get_temp_dir
 
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["kvcover.sim.search.explore"])
-    with _no_code_from_here(), ProcessPoolExecutor(workers, mp_context=context) as pool:
+    sockets = (get_temp_dir(),)
+    with _no_code_from_here(), ProcessPoolExecutor(workers, context, _end_with_parent, sockets) as pool:
         try:
             yield pool, workers
+        except BrokenExecutor:
+            raise MachineError("--jobs", "a worker process died, or none could be started", "free memory or processes") from None
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
+            for worker in multiprocessing.active_children():
+                worker.terminate()
             raise
+
+
+def _end_with_parent(folder: str) -> None:
+    """Let this process of a pool end when the process that made the pool does, however that dies, and the folder of its sockets.
+
+    Ctrl-C is for that one.
+    """
+    from multiprocessing import parent_process
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    parent = parent_process()
+    if parent is not None:
+        threading.Thread(target=_end_after, args=(parent.sentinel, folder), daemon=True).start()
+
+
+def _end_after(sentinel: int, folder: str) -> None:
+    import shutil
+    from multiprocessing.connection import wait
+
+    wait([sentinel])
+    shutil.rmtree(folder, ignore_errors=True)
+    os._exit(1)
 
 
 @contextmanager

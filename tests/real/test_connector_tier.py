@@ -376,7 +376,9 @@ def waiting(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
         preexec_fn=_hear_sigint,
     ) as process:
         deadline = time.monotonic() + 120
-        while len(_marked(mark)) < 8 and time.monotonic() < deadline and process.poll() is None:  # command, server, 2 + 4 children
+        while (
+            len(_marked(mark)) < 9 and time.monotonic() < deadline and process.poll() is None
+        ):  # command, guard, server, 2 + 4 children
             time.sleep(0.2)
         time.sleep(2.0)
         yield process, mark
@@ -386,7 +388,8 @@ def waiting(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
 def _ranks(process: subprocess.Popen[str], mark: str) -> list[int]:
     """Processes that the server forked, oldest first; a few of them start helpers of their own."""
     stats = {pid: Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() for pid in _marked(mark)}
-    servers = [pid for pid, stat in stats.items() if int(stat[1]) == process.pid]
+    guards = [pid for pid, stat in stats.items() if int(stat[1]) == process.pid]
+    servers = [pid for pid, stat in stats.items() if int(stat[1]) in guards]
     return sorted((pid for pid, stat in stats.items() if int(stat[1]) in servers), key=lambda pid: int(stats[pid][19]))
 
 
@@ -411,7 +414,7 @@ def test_a_rank_that_is_killed_from_outside_is_no_result(waiting: tuple[subproce
     process, mark = waiting
     os.kill(_ranks(process, mark)[-1], signal.SIGKILL)
     _, error = process.communicate(timeout=20)
-    assert process.returncode == 2
+    assert process.returncode == 3
     assert "killed by SIGKILL" in error and error.count("\n") == 1
     assert _gone(mark)
 
@@ -421,8 +424,8 @@ def test_a_rank_that_never_answers_is_named(waiting: tuple[subprocess.Popen[str]
     process, mark = waiting
     os.kill(_ranks(process, mark)[-1], signal.SIGSTOP)
     _, error = process.communicate(timeout=60)
-    assert process.returncode == 2
-    assert "does not answer: it is stopped" in error and error.count("\n") == 1
+    assert process.returncode == 3
+    assert "is stopped" in error and error.count("\n") == 1
     assert _gone(mark)
 
 

@@ -1,0 +1,104 @@
+"""Whether the machine let the processes of a run work: who was stopped, and who waited for a CPU for too long.
+
+A connector's timers run on while its process doesn't. Then what looks like a hang is none, and what looks right may be luck.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from kvcover.real_backend.driver.processes import Child, is_stopped
+from kvcover.sim.errors import MachineError
+
+_LOOK_S = 0.1
+_MOST_LATE, _MOST_WAITED = 0.3, 0.7
+"""Parts of a timer's time. Processes of a healthy run wait for each other's CPU up to 0.45, and its driver's clock is 0.15 late."""
+
+
+class Lookout(threading.Thread):
+    """Looks at the processes of a run, and at the clock, while it is entered; `trouble` says what was seen, empty for nothing.
+
+    A run need not go on when there is any. `timer_s` is the shortest timer of the connector in this run.
+    """
+
+    def __init__(self, children: Callable[[], list[Child]], timer_s: float) -> None:
+        super().__init__(daemon=True, name="lookout")
+        self._children, self._timer_s = children, timer_s
+        self._over = threading.Event()
+        self._stopped: dict[int, int] = {}
+        self.trouble = ""
+
+    def __enter__(self) -> Lookout:
+        self.start()
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self._over.set()
+        self.join()
+
+    def check(self) -> None:
+        """Raise MachineError if there is trouble."""
+        if self.trouble:
+            raise MachineError("--tier", f"{self.trouble}: the run says nothing", "run it again when the machine has room")
+
+    def run(self) -> None:
+        """Body of the thread."""
+        own, of_children = _Lost(self._timer_s), dict[int, _Lost]()
+        last, last_used = time.monotonic(), time.process_time()
+        while not (self._over.wait(_LOOK_S) or self.trouble):
+            now, used = time.monotonic(), time.process_time()
+            own.add(now, now - last - _LOOK_S - (used - last_used))  # what this process worked itself is nobody's fault
+            last, last_used = now, used
+            if own.most > _MOST_LATE * self._timer_s:
+                self.trouble = f"the machine was too busy: this process was {own.most:.1f} s late"
+            else:
+                self.trouble = next(self._look(now, of_children), "")
+
+    def _look(self, now: float, lost: dict[int, _Lost]) -> Iterator[str]:
+        for child in self._children():
+            if child.planned_stop or child.planned_death or not child.pid:
+                self._stopped.pop(child.pid, None)
+                continue
+            self._stopped[child.pid] = self._stopped.get(child.pid, 0) + 1 if is_stopped(child.pid) else 0
+            if self._stopped[child.pid] > 1:  # a debugger's look is none
+                yield f"process {child.name} is stopped"
+            each = lost.setdefault(child.pid, _Lost(self._timer_s))
+            each.add_up_to(now, _waited_s(child.pid))
+            if each.most > _MOST_WAITED * self._timer_s:
+                yield f"the machine was too busy: process {child.name} waited {each.most:.1f} s for a CPU"
+
+
+class _Lost:
+    """Time that a process lost, and the `most` that it lost within `span_s` seconds."""
+
+    def __init__(self, span_s: float) -> None:
+        self._span_s = span_s
+        self._recent: deque[tuple[float, float]] = deque()
+        self._total: float | None = None
+        self._sum = self.most = 0.0
+
+    def add(self, now: float, lost_s: float) -> None:
+        lost_s = max(0.0, lost_s)
+        self._recent.append((now, lost_s))
+        self._sum += lost_s
+        while self._recent[0][0] < now - self._span_s:
+            self._sum -= self._recent.popleft()[1]
+        self.most = max(self.most, self._sum)
+
+    def add_up_to(self, now: float, total_s: float) -> None:
+        """As `add`, from a total that only grows; the first one is where it starts."""
+        before, self._total = self._total, total_s
+        if before is not None:
+            self.add(now, total_s - before)
+
+
+def _waited_s(pid: int) -> float:
+    """How long the main thread of a process has waited for a CPU in its life; 0 where the system doesn't count."""
+    try:
+        return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9
+    except (OSError, IndexError, ValueError):
+        return 0.0
