@@ -12,7 +12,7 @@ from kvcover.sim.kernel.events import FaultActed, LegSent, Lost
 from kvcover.sim.moriio.deployment import Deployment
 from kvcover.sim.moriio.transfer import Transfer
 from kvcover.sim.scenario.context import Context
-from kvcover.sim.scenario.dispatch import Dispatch, Params
+from kvcover.sim.scenario.dispatch import Dispatch, Params, values_of
 
 
 class RouterAtWork:
@@ -47,26 +47,9 @@ class RouterAtWork:
     def dispatch(self, transfer: Transfer) -> Dispatch:
         """What writes the legs of a request."""
         context, request = self.context, transfer.request
-        values = self._values(transfer)
+        values = values_of(context.setup, request, transfer.router_id)
         router, plain = context.setup.router, request.plain
         return Dispatch(router, context.mode, values, context.injector, transfer.index, plain, context.now_ms)
-
-    def _values(self, transfer: Transfer) -> dict[str, Any]:
-        """What the `$` names of a router's templates stand for."""
-        request, prefill, decode = transfer.request, self.context.setup.prefill, self.context.setup.decode
-        return {
-            "transfer_id": transfer.router_id,
-            "prefill.tp": prefill.tp,
-            "prefill.dp": prefill.dp,
-            "prefill.dp_rank": request.prefill_dp,
-            "prefill.dp_local": prefill.local_dp,
-            "prefill.hosts": list(prefill.hosts),
-            "decode.tp": decode.tp,
-            "decode.dp": decode.dp,
-            "decode.dp_rank": request.decode_dp,
-            "decode.dp_local": decode.local_dp,
-            "decode.hosts": list(decode.hosts),
-        }
 
     def _route(self, transfer: Transfer) -> Generator[Any, None, None]:
         """WRITE: both legs at once. READ: prefill first, then decode with what prefill answered."""

@@ -44,7 +44,7 @@ def command(mode: str, prefill: str, decode: str, markdown: bool, baseline: str 
     sizes = {"prefill": _tp_list("--prefill", prefill), "decode": _tp_list("--decode", decode)}
     data = scenario_data(None, options)
     _reject_axes(data)
-    check_outputs(options["output"], junit, data.get("model"), baseline)
+    check_outputs(options["output"], junit, data.get("model"), data.get("router"), baseline)
     from kvcover.sim.search.matrix import pairings
 
     scenarios = pairings(build_scenario(data), **sizes, modes=modes)

@@ -47,7 +47,8 @@ _RELEASES: tuple[Decorator, ...] = (
 )
 _FIELDS: tuple[Decorator, ...] = (
     click.option("--model", metavar="M", help="Preset, config.json, layers=2,kv_heads=8,head_dim=8, layers=2,mla=64+16."),
-    click.option("--router", metavar="NAME", help="Who fills in the params, e.g. 'vllm-router 0.1.15' (default: toy-proxy)."),
+    click.option("--router", metavar="NAME|FILE", help="Who fills in the params, e.g. 'vllm-router 0.1.15' or a file with legs "
+                 "(legs.json, legs.toml; default: toy-proxy)."),
     click.option("--fault", "faults", multiple=True, metavar="FAULT",
                  help="drop:KEY, set:KEY=JSON, rename:KEY=NEW (@prefill, @decode), or see `kvcover faults`. Repeatable."),
     click.option("--override", "overrides", multiple=True, metavar="FIELD=POLICY",

@@ -81,8 +81,8 @@ def command(
         if found := sizes(f"--{name}", text):
             data[name] = {**data.get(name, {}), **found}
     built = build_scenario(data)
-    check_outputs(options["output"], junit, scenario, built.model)
-    _check_trace(trace, options["output"], scenario, built.model)
+    check_outputs(options["output"], junit, scenario, built.model, built.router)
+    _check_trace(trace, options["output"], scenario, built.model, built.router)
     if keep is not None:
         tier.check(built, options["vllm"])  # bad input leaves no folder
     with _keeping(keep, tier.name, built, options["vllm"]) as kept:

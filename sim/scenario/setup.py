@@ -55,6 +55,7 @@ def resolve(scenario: Scenario, geometry: Geometry | None = None, watch: Watch |
         prefill_release, decode_release = watch("prefill", prefill_release), watch("decode", decode_release)
     geometry = resolve_model(scenario.model) if geometry is None else geometry
     router = get_router(scenario.router, prefill_release.name)
+    router.legs(scenario.mode)
     tables = {
         "prefill": tables_of(geometry, has_hybrid_kv(scenario.prefill, prefill_release, geometry)),
         "decode": tables_of(geometry, has_hybrid_kv(scenario.decode, decode_release, geometry)),
