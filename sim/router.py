@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 from kvcover.faults import Fault
@@ -16,11 +16,15 @@ from kvcover.sim.scenario.dispatch import Dispatch, Params, values_of
 
 
 class RouterAtWork:
-    """Sends requests to the engines of a deployment. `legs`: what it sent, by request and side."""
+    """Sends requests to the engines of a deployment. `legs`: what it sent, by request and side.
+
+    `handed` is what the engine of a side is given of a leg: the leg itself, unless somebody wants to see what is read of it.
+    """
 
     def __init__(self, context: Context, transfers: Sequence[Transfer], deployment: Deployment) -> None:
         self.context = context
         self.legs: dict[tuple[int, str], dict[str, Any]] = {}
+        self.handed: Callable[[str, Params], Params] = lambda _side, params: params
         self._transfers = transfers
         self._deployment = deployment
 
@@ -88,7 +92,7 @@ class RouterAtWork:
     def _send_leg(self, transfer: Transfer, side: str, leg: tuple[Params, list[Fault]], answer: Any) -> Lost | None:
         """Send one leg, which key faults have changed, through the router's own; returns why no engine gets it, if none does."""
         context, request, engines = self.context, transfer.request, self._deployment.side(side)
-        params = self._leave(transfer, side, *leg)
+        params = self.handed(side, self._leave(transfer, side, *leg))
         rejected = side == "decode" and request.rejected
         dp, delay = (request.prefill_dp if side == "prefill" else request.decode_dp), 0
         for fault in context.injector.acting("router", side, request=transfer.index, now_ms=context.now_ms):

@@ -30,7 +30,13 @@ SUFFIXES = (".json", ".toml")
 Leg = dict[str, Any]
 _MOST_BYTES = 1 << 20
 _EXAMPLE = 'write {"prefill": {…}, "decode": {…}} with both legs as they were sent'
-_OPTIONS = {"source": str, "mode": str, "forwards_response": bool, "decode_follows": bool, "registration_expiry_s": (int, float)}
+_OPTIONS: dict[str, Any] = {
+    "source": str,
+    "mode": str,
+    "forwards_response": bool,
+    "decode_follows": bool,
+    "registration_expiry_s": (int, float),
+}
 _ADDRESS = ("remote_host", "remote_handshake_port", "remote_notify_port")
 _ANSWERED = ("remote_block_ids", "remote_engine_id", *_ADDRESS)
 

@@ -127,7 +127,7 @@ _TOY_033 = msgspec.structs.replace(
     _TOY_025,
     name="toy-proxy 0.33.0",
     decode_follows=True,
-    read_decode=_TOY_025.read_decode | {"tp_size": "$response.tp_size"},
+    read_decode=_TOY_025.legs("read")[1] | {"tp_size": "$response.tp_size"},
     source="moriio_toy_proxy_server.py of vLLM 0.31.0 to 0.33.0, recorded on loopback",
 )
 _VLLM_016 = Router(
@@ -144,8 +144,8 @@ _VLLM_016 = Router(
 _VLLM_015 = msgspec.structs.replace(
     _VLLM_016,
     name="vllm-router 0.1.15",
-    write_prefill=_VLLM_016.write_prefill | {"remote_tp_size": 1},
-    write_decode=_VLLM_016.write_decode | {"remote_tp_size": 1},
+    write_prefill=_VLLM_016.legs("write")[0] | {"remote_tp_size": 1},
+    write_decode=_VLLM_016.legs("write")[1] | {"remote_tp_size": 1},
     source="vllm-router 0.1.15 from PyPI, recorded on loopback: it sends remote_tp_size 1 whatever registered",
 )
 _VLLM_017 = msgspec.structs.replace(
@@ -163,8 +163,8 @@ _WIDE_EP = msgspec.structs.replace(
     _TOY_033,
     name="wide-ep",
     decode_follows=False,
-    write_prefill=_TOY_033.write_prefill | {"remote_dp_size_local": "$decode.dp_local", "remote_hosts": "$decode.hosts"},
-    write_decode=_TOY_033.write_decode
+    write_prefill=_TOY_033.legs("write")[0] | {"remote_dp_size_local": "$decode.dp_local", "remote_hosts": "$decode.hosts"},
+    write_decode=_TOY_033.legs("write")[1]
     | {
         "remote_dp_rank": "$prefill.dp_rank",
         "remote_dp_rank_override": True,
@@ -198,7 +198,7 @@ def own_router(own: OwnLegs, name: str, place: str) -> Router:
     for (mode, side), leg in own.legs.items():
         for key, value in leg.items():
             check_name(value, mode, side, f"{place}: {mode}.{side}.{key}")
-    legs = {f"{mode}_{side}": leg for (mode, side), leg in own.legs.items()}
+    legs: dict[str, Any] = {f"{mode}_{side}": leg for (mode, side), leg in own.legs.items()}
     return Router(name=name, **legs, **{"source": "a user's own file", **own.options})
 
 

@@ -1,0 +1,88 @@
+"""`kvcover router`: what people and scripts see of it."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvcover.sim.cli import main
+
+LEGS = {
+    "prefill": {"do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None, "remote_block_ids": None,
+                "remote_dp_size": 1, "remote_tp_size": 1, "transfer_id": "tx-0123"},
+    "decode": {"do_remote_decode": False, "do_remote_prefill": True, "remote_engine_id": None, "remote_block_ids": None,
+               "remote_dp_size": 1, "remote_tp_size": 1, "transfer_id": "tx-0123"},
+}  # fmt: skip
+SIZES = ("--prefill", "tp=8", "--decode", "tp=8")
+
+
+@pytest.fixture
+def kvcover(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Any:
+    def call(*words: str, stdin: str = "") -> tuple[int, str, str]:
+        monkeypatch.setattr("sys.argv", ["kvcover", *words])
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(stdin.encode())))
+        code = 0
+        try:
+            main()
+        except SystemExit as stop:
+            code = int(stop.code or 0)
+        out, err = capsys.readouterr()
+        return code, out, err
+
+    (tmp_path / "legs.json").write_text(json.dumps(LEGS))
+    monkeypatch.chdir(tmp_path)
+    return call
+
+
+def test_check_says_what_is_wrong_and_what_works(kvcover: Any) -> None:
+    code, out, err = kvcover("router", "check", "legs.json", "--release", "0.27.0,0.33.0", *SIZES)
+    assert (code, err) == (0, "")
+    assert "corrupt" in out
+    assert "needed: prefill: remote_tp_size = 8, not 1" in out
+    assert [line for line in out.splitlines() if len(line) > 80 and not line.startswith("{")] == []
+
+
+def test_check_fails_if_asked_to(kvcover: Any) -> None:
+    code, _, err = kvcover("router", "check", "legs.json", "--release", "0.24.0,0.27.0", *SIZES, "--check")
+    assert code == 1
+    assert err == "kvcover: check failed: the legs are wrong in 1 of 2 modes and releases\n"
+    assert kvcover("router", "check", "legs.json", "--release", "0.24.0", *SIZES, "--check")[0] == 0
+
+
+def test_the_legs_that_work_pass(kvcover: Any) -> None:
+    assert kvcover("router", "check", "legs.json", "--release", "0.27.0", *SIZES, "--legs-out", "right.json")[0] == 0
+    assert kvcover("router", "check", "right.json", "--release", "0.27.0", *SIZES, "--check")[0] == 0
+    assert kvcover("run", "--router", "right.json", "--release", "0.27.0", *SIZES, "--check")[0] == 0
+
+
+def test_check_of_a_log_on_standard_input(kvcover: Any) -> None:
+    log = f"INFO 12:00 kv_transfer_params: {LEGS['prefill']!r}\n"
+    code, out, _ = kvcover("router", "check", "-", "--release", "0.27.0", *SIZES, "--json", stdin=log)
+    lines = [json.loads(line) for line in out.splitlines()]
+    assert code == 0
+    assert [(line["mode"], line["filled"], line["outcome"]) for line in lines] == [
+        ("write", ["decode"], "corrupt"), ("read", ["decode"], "ok")]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("chek",), "command router 'chek': no such command; did you mean 'check'?"),
+        (("check", "legs.jsn"), "legs.jsn: can't be read: No such file or directory"),
+        (("check", "legs.json", "--release", "0.27"), "--release: no release '0.27'; did you mean '0.27.0'?"),
+        (("check", "legs.json", "--mode", "push"), "--mode: no mode 'push'"),
+        (("check", "legs.json", "--prefill", "tp=4,pod=2"), "--prefill: no size 'pod' in 'tp=4,pod=2'; did you mean 'pods'?"),
+        (("check", "legs.json", "-o", "legs.json"), "-o: 'legs.json' is read by this run, and would be overwritten"),
+        (("check", "/dev/zero"), "/dev/zero: is longer than 1 MiB"),
+        (("check", "-"), "-: holds no legs; write"),
+    ],
+)
+def test_bad_input_is_one_line(kvcover: Any, words: tuple[str, ...], message: str) -> None:
+    code, out, err = kvcover("router", *words)
+    assert (code, out) == (2, "")
+    assert err.startswith(f"kvcover: {message}")
+    assert err.count("\n") == 1
