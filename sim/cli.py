@@ -25,6 +25,7 @@ COMMANDS = {
     "releases": "kvcover.sim.commands.lists:releases",
     "models": "kvcover.sim.commands.lists:models",
     "routers": "kvcover.sim.commands.lists:routers",
+    "compat": "kvcover.sim.commands.compat:command",
     "router": "kvcover.sim.commands.router:command",
     "faults": "kvcover.sim.commands.lists:faults",
     "why": "kvcover.sim.commands.why:command",

@@ -17,7 +17,7 @@ from kvcover.sim.tiers import TIERS
 
 if TYPE_CHECKING:
     from kvcover.sim.results.verdict import Verdict
-    from kvcover.sim.scenario.scenario import Scenario
+    from kvcover.sim.scenario.scenario import Mode, Scenario
 
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
@@ -184,6 +184,33 @@ def whole_number(option: str, value: str, text: str) -> int:
     except ValueError:
         problem = f"{short(value)} in {short(text)} is not a whole number"
         raise InputError(option, problem, "write a number such as 4") from None
+
+
+def tp_list(option: str, text: str) -> list[int]:
+    """`1,2,4,8` in the order given, each once."""
+    values = [whole_number(option, part.strip().removeprefix("tp="), text) for part in text.split(",")]
+    for value in values:
+        if not 1 <= value <= 256:
+            raise InputError(option, f"{value} is no TP size", "use 1 to 256")
+        if values.count(value) > 1:
+            raise InputError(option, f"{value} is given twice in {text!r}", "give each size once")
+    return values
+
+
+def release_list(text: str) -> list[str]:
+    """`0.27.0,0.33.0` or `all`, each once, by the names that the model has for them."""
+    from kvcover.sim.releases.records import PUBLISHED, get_release
+
+    if text == "all":
+        return list(PUBLISHED)
+    return list(dict.fromkeys(get_release(part.strip(), "--release").name for part in text.split(",")))
+
+
+def modes_of(text: str) -> list[Mode]:
+    """`write`, `read`, or both."""
+    if text not in ("write", "read", "both"):
+        raise InputError("--mode", f"no mode {text!r}", nearest(text, ("write", "read", "both")))
+    return ["write", "read"] if text == "both" else ["write" if text == "write" else "read"]
 
 
 def build_scenario(data: dict[str, Any]) -> Scenario:

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from kvcover.sim.commands.options import build_scenario, check_output, sizes, write_output
+from kvcover.sim.commands.options import build_scenario, check_output, inconclusive, release_list, sizes, write_output
 from kvcover.sim.errors import InputError, nearest
 
 
@@ -31,6 +31,7 @@ def command(legs: str, release: str | None, **options: Any) -> None:
     LEGS is a file with both legs or one of them as they were sent, a log that holds them, or - for standard input
     (docs/routers.md). Nothing is run but the model.
     """
+    from kvcover.sim.releases.records import NEWEST
     from kvcover.sim.scenario.legs_file import parse_legs, read_text
     from kvcover.sim.search.legs_check import check_legs, startable
 
@@ -39,7 +40,7 @@ def command(legs: str, release: str | None, **options: Any) -> None:
         raise InputError("--mode", f"no mode {mode!r}", nearest(mode, ("write", "read")))
     for option, path in (("-o", options["output"]), ("--legs-out", options["legs_out"])):
         check_output(path, legs, options["model"], option=option)
-    releases = _releases(release)
+    releases = release_list(release or NEWEST)
     sides: dict[str, Any] = {side: sizes(f"--{side}", options[side]) for side in ("prefill", "decode")}
     scenario = build_scenario(sides | ({"model": options["model"]} if options["model"] else {}))
     own = parse_legs(read_text(legs), legs, mode)
@@ -61,15 +62,5 @@ def command(legs: str, release: str | None, **options: Any) -> None:
     if options["check"] and bad:
         click.echo(f"kvcover: check failed: the legs are wrong in {len(bad)} of {len(verdicts)} modes and releases", err=True)
         sys.exit(1)
-
-
-def _releases(text: str | None) -> list[str]:
-    """`0.27.0,0.33.0`, each once, by the names that the model has for them."""
-    from kvcover.sim.releases.records import NEWEST, PUBLISHED, get_release
-
-    if text is None:
-        return [NEWEST]
-    if text == "all":
-        return list(PUBLISHED)
-    names = [get_release(part.strip(), "--release").name for part in text.split(",")]
-    return list(dict.fromkeys(names))
+    if options["check"] and not any(verdict.used for verdict in verdicts):
+        inconclusive("no request used what was transferred, so nothing was put to the test")

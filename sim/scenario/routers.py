@@ -45,6 +45,11 @@ class Router(msgspec.Struct, frozen=True, kw_only=True):
     decode_follows: bool = False
     registration_expiry_s: float | None = None
 
+    @property
+    def recorded(self) -> bool:
+        """Whether its legs are those of a real program."""
+        return self.source.endswith("recorded on loopback") or "recorded on loopback:" in self.source
+
     def legs(self, mode: str) -> tuple[Template, Template]:
         """Both templates; raises InputError where a user's file has none for the mode."""
         found: dict[str, Template | None] = {side: getattr(self, f"{mode}_{side}") for side in ("prefill", "decode")}

@@ -15,6 +15,7 @@ import msgspec
 
 from kvcover.faults.params import LEGS, LegName
 from kvcover.sim.errors import InputError
+from kvcover.sim.results.expect import unproven
 from kvcover.sim.results.result import GOOD, OUTCOMES, Result, raced
 from kvcover.sim.scenario.legs_file import MODES, OwnLegs
 from kvcover.sim.scenario.routers import ROUTERS, TOY_PROXY, Router, Template, get_router, own_router
@@ -48,7 +49,7 @@ class Works(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
-    """What the legs come to in one mode on one release.
+    """What the legs come to in one mode on one release. `used`: a request used what was transferred.
 
     `filled` are legs that were not given, and taken from the toy proxy of the release. `works` is None where nothing that was
     tried is right; `best` is then the best outcome of all that was.
@@ -59,6 +60,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     outcome: str
     coverage: float
     race: bool
+    used: bool
     why: list[str]
     legs: dict[str, list[Reading]]
     filled: list[str]
@@ -73,8 +75,8 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def good(self) -> bool:
-        """Whether the legs are right here."""
-        return self.outcome in GOOD
+        """Whether all is well here. A race is none of the legs' doing, and not well all the same."""
+        return self.outcome in GOOD and not self.race
 
 
 def check_legs(own: OwnLegs, scenario: Scenario, releases: Sequence[str], name: str, types: bool = True) -> list[Verdict]:
@@ -103,6 +105,7 @@ def _verdict(own: OwnLegs, scenario: Scenario, mode: str, release: str, name: st
         outcome=result.outcome,
         coverage=result.coverage,
         race=raced(result.checks),
+        used=not unproven([result]),
         why=[finding.text for finding in result.findings if finding.kind != "race"],
         legs=legs,
         filled=filled,

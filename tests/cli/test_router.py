@@ -86,3 +86,37 @@ def test_bad_input_is_one_line(kvcover: Any, words: tuple[str, ...], message: st
     assert (code, out) == (2, "")
     assert err.startswith(f"kvcover: {message}")
     assert err.count("\n") == 1
+
+
+def test_compat_tells_a_table_that_can_be_opened(kvcover: Any) -> None:
+    words = ("compat", "--release", "0.26.0,0.27.0", "--mode", "write", "--prefill", "1,2", "--decode", "1,2")
+    code, out, err = kvcover(*words)
+    assert (code, err) == (0, "")
+    assert "equal TP only" in out
+    assert [line for line in out.splitlines() if len(line) > 80 and not line.startswith("wide-ep")] == []
+    _, out, _ = kvcover(*words, "--json")
+    lines = [json.loads(line) for line in out.splitlines()]
+    assert {(line["router"], line["release"]): line["works"] for line in lines}["vllm-router 0.1.15", "0.27.0"] == "P1→D1 only"
+    _, out, _ = kvcover(
+        "compat", "--router", "legs.json", "--release", "0.27.0", "--mode", "write", "--prefill", "2", "--decode", "2"
+    )
+    assert "write corrupt: kvcover run" in out
+    _, out, _ = kvcover(*words, "--markdown")
+    assert "| vllm-router 0.1.16 | P1→D1 only, else corrupt | equal TP only, else hang |" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--router", "nobody"), "router: no router 'nobody'"),
+        (("--router", "legs.json"), "router: legs.json"),  # it has no legs for READ
+        (("--release", "0.27"), "--release: no release '0.27'"),
+        (("--tier", "conector"), "--tier: no tier 'conector'"),
+        (("--prefill", "1,1"), "--prefill: 1 is given twice"),
+        (("-o", "no/such/folder"), "-o: can't write"),
+    ],
+)
+def test_bad_input_to_compat_is_one_line(kvcover: Any, words: tuple[str, ...], message: str) -> None:
+    code, out, err = kvcover("compat", *words)
+    assert (code, out) == (2, "")
+    assert err.startswith(f"kvcover: {message}")
