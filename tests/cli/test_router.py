@@ -120,3 +120,15 @@ def test_bad_input_to_compat_is_one_line(kvcover: Any, words: tuple[str, ...], m
     code, out, err = kvcover("compat", *words)
     assert (code, out) == (2, "")
     assert err.startswith(f"kvcover: {message}")
+
+
+def test_keys_say_what_is_everybodys(kvcover: Any) -> None:
+    code, out, err = kvcover("router", "keys", "--release", "0.27.0", "--mode", "write")
+    assert (code, err) == (0, "")
+    assert "crash for everybody if" in out
+    assert [line for line in out.splitlines() if len(line) > 80] == []
+    _, out, _ = kvcover("router", "keys", "--release", "0.27.0", "--mode", "write", "--router", "legs.json", "--json")
+    lines = {(line["leg"], line["key"], line["trouble"]): line for line in map(json.loads, out.splitlines())}
+    assert lines["prefill", "remote_block_ids", "missing"]["everybody"] is True
+    assert lines["prefill", "remote_block_ids", "null"]["outcome"] is None, "as it is sent"
+    assert kvcover("router", "keys", "--router", "legs.json", "--mode", "read")[0] == 2
