@@ -26,6 +26,7 @@ COMMANDS = {
     "models": "kvcover.sim.commands.lists:models",
     "routers": "kvcover.sim.commands.lists:routers",
     "compat": "kvcover.sim.commands.compat:command",
+    "diagnose": "kvcover.sim.commands.diagnose:command",
     "router": "kvcover.sim.commands.router:command",
     "faults": "kvcover.sim.commands.lists:faults",
     "why": "kvcover.sim.commands.why:command",

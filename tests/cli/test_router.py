@@ -132,3 +132,41 @@ def test_keys_say_what_is_everybodys(kvcover: Any) -> None:
     assert lines["prefill", "remote_block_ids", "missing"]["everybody"] is True
     assert lines["prefill", "remote_block_ids", "null"]["outcome"] is None, "as it is sent"
     assert kvcover("router", "keys", "--router", "legs.json", "--mode", "read")[0] == 2
+
+
+SERVE = "vllm serve deepseek-ai/DeepSeek-R1 -tp 8 --kv-transfer-config "
+PREFILL, DECODE = (
+    SERVE + "'" + json.dumps({"kv_connector": "MoRIIOConnector", "kv_role": role}) + "'" for role in ("kv_producer", "kv_consumer")
+)
+
+
+def test_diagnose_tells_causes_with_commands(kvcover: Any) -> None:
+    words = ("diagnose", "--prefill", PREFILL, "--decode", DECODE, "--release", "0.27.0", "--seen", "accuracy")
+    code, out, err = kvcover(*words, "--leg", repr(LEGS["prefill"]))
+    assert (code, err) == (0, "")
+    assert "1. as logged: the prefill leg is what vllm-router 0.1.15 sends: corrupt" in out
+    assert "heals: vllm-router 0.1.16, the first version with which it is good" in out
+    assert [line for line in out.splitlines() if len(line) > 80 and "kvcover run" not in line] == []
+    _, again, _ = kvcover(*words, "--leg", "legs.json")
+    assert "1. as logged: the prefill and decode leg is what vllm-router 0.1.15 sends" in again
+    _, piped, _ = kvcover(*words, "--leg", "-", stdin=repr(LEGS["prefill"]))
+    assert piped == out
+    code, out, _ = kvcover(*words[:-1], "KeyError: 'nobody'")
+    assert code == 0
+    assert "nothing that kvcover models looks like" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--prefill", DECODE, "--decode", DECODE, "--seen", "hang"), "--prefill: kv_role is 'kv_consumer'"),
+        (("--prefill", PREFILL, "--decode", DECODE, "--seen", "hang", "--leg", "{'x': 1}"), "--leg: whose leg is"),
+        (("--prefill", PREFILL, "--decode", DECODE, "--seen", "hang", "--leg", "none.txt"), "none.txt: can't be read"),
+        (("--prefill", PREFILL, "--decode", DECODE), "Missing option '--seen'"),
+    ],
+)
+def test_bad_input_to_diagnose_is_one_line(kvcover: Any, words: tuple[str, ...], message: str) -> None:
+    code, out, err = kvcover("diagnose", *words)
+    assert (code, out) == (2, "")
+    assert err.startswith(f"kvcover: {message}")
+    assert err.count("\n") == 1

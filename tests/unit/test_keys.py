@@ -56,7 +56,7 @@ def test_a_wrong_size_in_the_first_request_is_everybodys() -> None:
 def test_stale_and_another_requests_differ_in_what_is_under_way() -> None:
     found = {trouble: cases("0.33.0", "write")[f"write/prefill/transfer_id/{trouble}"] for trouble in ("stale", "other")}
     assert found["stale"].fault == found["other"].fault == "stale:transfer_id@prefill#1"
-    arrivals = {name: [r.arrival_ns for r in case.scenario.requests] for name, case in found.items()}  # type: ignore[union-attr]
+    arrivals = {name: [r.arrival_ns or 0 for r in case.scenario.requests] for name, case in found.items()}  # type: ignore[union-attr]
     assert arrivals["stale"][0] < arrivals["stale"][1]
     assert arrivals["other"][0] == arrivals["other"][1]
 
