@@ -166,8 +166,8 @@ def _differences(told: Scenario, router: Router, given: Router, sides: Sequence[
     """Key faults that make of a router's legs the given ones, for a request on the first DP ranks."""
     setup = resolve(replace(told, router="toy-proxy"))
     values = values_of(setup, setup.requests[0], "$transfer_id")
-    answer: dict[str, Any] = {key: f"$response.{key}" for key in ("remote_block_ids", "remote_engine_id", "transfer_id", "remote_host",
-                                                 "remote_handshake_port", "remote_notify_port")}  # fmt: skip
+    answered = ("remote_block_ids", "remote_engine_id", "transfer_id", "remote_host", "remote_handshake_port", "remote_notify_port")
+    answer: dict[str, Any] = {key: f"$response.{key}" for key in answered}
     answer |= {"tp_size": setup.prefill.tp, "remote_dp_size": setup.prefill.dp}
     found = []
     for side in sides:
