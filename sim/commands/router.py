@@ -10,6 +10,7 @@ from kvcover.sim.errors import InputError, nearest, short
 
 COMMANDS = {
     "check": "kvcover.sim.commands.router_check:command",
+    "capture": "kvcover.real_backend.commands.router_capture:command",
     "keys": "kvcover.sim.commands.router_keys:command",
 }
 

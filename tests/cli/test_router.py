@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -170,3 +171,31 @@ def test_bad_input_to_diagnose_is_one_line(kvcover: Any, words: tuple[str, ...],
     assert (code, out) == (2, "")
     assert err.startswith(f"kvcover: {message}")
     assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "message"),
+    [
+        ((), 2, "--prefill: no hop is given; write LISTEN=ENGINE such as"),
+        (("--prefill", "127.0.0.1:1"), 2, "--prefill: can't read '127.0.0.1:1'; write LISTEN=ENGINE"),
+        (("--decode", "127.0.0.1:x=127.0.0.1:1"), 2, "--decode: '127.0.0.1:x' is no HOST:PORT; write LISTEN=ENGINE"),
+        (("--decode", "192.0.2.1:1234=127.0.0.1:1"), 2, "LISTEN: can't listen"),
+        (("--prefill", "127.0.0.1:1=127.0.0.1:2", "-o", "no/such/folder"), 2, "-o: can't write"),
+    ],
+)
+def test_bad_input_to_capture_is_one_line(kvcover: Any, words: tuple[str, ...], code: int, message: str) -> None:
+    got, out, err = kvcover("router", "capture", *words)
+    assert (got, out) == (code, "")
+    assert err.startswith(f"kvcover: {message}")
+    assert err.count("\n") == 1
+
+
+def test_a_capture_that_saw_nothing_is_inconclusive(kvcover: Any, tmp_path: Path) -> None:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        port = one.getsockname()[1]
+    words = ("router", "capture", "--prefill", f"127.0.0.1:{port}=127.0.0.1:1", "--seconds", "0.2", "-o", "got.json")
+    code, out, err = kvcover(*words)
+    assert (code, out) == (3, "")
+    assert err.splitlines()[-1] == "kvcover: inconclusive: no leg for prefill in 0.2 s"
+    assert not (tmp_path / "got.json").exists()

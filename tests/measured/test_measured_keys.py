@@ -23,8 +23,8 @@ KNOWN = {
     "write/decode/transfer_id/other": "two requests under one id: whose blocks come last is up to time",
     "read/prefill/transfer_id/other": "two requests under one id: the harness tells requests by their ids, and so whose timer fired",
     "transfer_id/stale": "an id that is used again: the harness tells requests by their ids, and so whose message it was",
-    "0.27.0/write/prefill/do_remote_prefill/wrong-": "not understood: by the sources prefill tells itself an empty list, which ends "
-    "its notify threads (as measured on 0.33.0 it loses the request); in the harness both requests went well",
+    "0.27.0/write/prefill/do_remote_prefill/wrong-": "prefill tells itself an empty list, which ends its notify threads: before or "
+    "after decode's announcements came is up to time, and runs went well, or lost both requests",
 }
 # In WRITE a rank that had no one to write to does not wait for its first handshake: whether that is over in time is up to time.
 QUICK_HANDSHAKES = "0.33.0/write/prefill/remote_tp_size/wrong-value"
