@@ -28,12 +28,12 @@ def command(release: str | None, router: str, mode: str, as_json: bool, output: 
     Played on the model with P TP2, D TP2 and a small MLA model. The first request has the bad key, healthy ones come after it:
     what is bad for them too is bad `for everybody`.
     """
+    from kvcover.sim.progress import each as progress
     from kvcover.sim.releases.records import NEWEST
-    from kvcover.sim.results.show import progress
     from kvcover.sim.search.keys import key_cases, run_case
 
     check_output(output, router)
-    cases = [case for name in release_list(release or NEWEST) for each in modes_of(mode) for case in key_cases(name, each, router)]
+    cases = [case for name in release_list(release or NEWEST) for way in modes_of(mode) for case in key_cases(name, way, router)]
     rows: list[Row] = [(case, run_case(case)) for case in progress(cases, "cases")]
     lines = "".join(json.dumps(_line(case, outcome)) + "\n" for case, outcome in rows)
     write_output(output, lines)

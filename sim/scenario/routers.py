@@ -194,7 +194,8 @@ def get_router(name: str, prefill_release: str) -> Router:
         name = get_release(prefill_release).toy_proxy
     router = ROUTERS.get(name)
     if router is None:
-        raise InputError("router", f"no router {short(name)}", f"{nearest(name, [TOY_PROXY, *ROUTERS])}, or a file such as legs.json")
+        hint = f"{nearest(name, [TOY_PROXY, *ROUTERS])}, or a file such as legs.json"
+        raise InputError("router", f"no router {short(name)}", hint)
     return router
 
 

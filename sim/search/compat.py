@@ -12,7 +12,7 @@ from itertools import product
 
 import msgspec
 
-from kvcover.sim.results.result import OUTCOMES, Result, failed_check, raced
+from kvcover.sim.results.result import OUTCOMES, Result, raced
 from kvcover.sim.scenario.dispatch import values_of
 from kvcover.sim.scenario.routers import ROUTERS, Router, get_router
 from kvcover.sim.scenario.scenario import Mode, Scenario
@@ -151,8 +151,9 @@ def cells(scenarios: Sequence[Scenario], results: Sequence[Result]) -> Iterator[
 def _pairing(scenario: Scenario, result: Result) -> Pairing:
     tier = "" if result.tier == "model" else f" --tier {result.tier}"
     outcome = result.outcome
-    if outcome == "ok" and (failed := failed_check(result)) is not None:
-        outcome = f"ok, {failed.name} failed"
+    failed = [check.name for check in result.checks if check.verdict == "fail" and check.name != "no-race"]
+    if outcome == "ok" and failed:
+        outcome = f"ok, {failed[0]} failed"
     return Pairing(
         prefill=scenario.prefill.tp,
         decode=scenario.decode.tp,

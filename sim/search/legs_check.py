@@ -15,8 +15,9 @@ import msgspec
 
 from kvcover.faults.params import LEGS, LegName
 from kvcover.sim.errors import InputError
-from kvcover.sim.results.expect import unproven
-from kvcover.sim.results.result import GOOD, OUTCOMES, Result, raced
+from kvcover.sim.results.result import OUTCOMES, Result, raced
+from kvcover.sim.results.verdict import Verdict as Judged
+from kvcover.sim.results.verdict import judge_run
 from kvcover.sim.scenario.legs_file import MODES, OwnLegs
 from kvcover.sim.scenario.routers import ROUTERS, TOY_PROXY, Router, Template, get_router, own_router
 from kvcover.sim.scenario.scenario import Scenario
@@ -49,7 +50,7 @@ class Works(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
-    """What the legs come to in one mode on one release. `used`: a request used what was transferred.
+    """What the legs come to in one mode on one release, and what the judge says of it.
 
     `filled` are legs that were not given, and taken from the toy proxy of the release. `works` is None where nothing that was
     tried is right; `best` is then the best outcome of all that was.
@@ -60,7 +61,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     outcome: str
     coverage: float
     race: bool
-    used: bool
+    judged: Judged
     why: list[str]
     legs: dict[str, list[Reading]]
     filled: list[str]
@@ -76,7 +77,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def good(self) -> bool:
         """Whether all is well here. A race is none of the legs' doing, and not well all the same."""
-        return self.outcome in GOOD and not self.race
+        return self.judged.status != "fail"
 
 
 def check_legs(own: OwnLegs, scenario: Scenario, releases: Sequence[str], name: str, types: bool = True) -> list[Verdict]:
@@ -105,7 +106,7 @@ def _verdict(own: OwnLegs, scenario: Scenario, mode: str, release: str, name: st
         outcome=result.outcome,
         coverage=result.coverage,
         race=raced(result.checks),
-        used=not unproven([result]),
+        judged=judge_run(result),
         why=[finding.text for finding in result.findings if finding.kind != "race"],
         legs=legs,
         filled=filled,
