@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 from kvcover.faults import Fault
@@ -12,15 +12,19 @@ from kvcover.sim.kernel.events import FaultActed, LegSent, Lost
 from kvcover.sim.moriio.deployment import Deployment
 from kvcover.sim.moriio.transfer import Transfer
 from kvcover.sim.scenario.context import Context
-from kvcover.sim.scenario.dispatch import Dispatch, Params
+from kvcover.sim.scenario.dispatch import Dispatch, Params, values_of
 
 
 class RouterAtWork:
-    """Sends requests to the engines of a deployment. `legs`: what it sent, by request and side."""
+    """Sends requests to the engines of a deployment. `legs`: what it sent, by request and side.
+
+    `handed` is what the engine of a side is given of a leg: the leg itself, unless somebody wants to see what is read of it.
+    """
 
     def __init__(self, context: Context, transfers: Sequence[Transfer], deployment: Deployment) -> None:
         self.context = context
         self.legs: dict[tuple[int, str], dict[str, Any]] = {}
+        self.handed: Callable[[str, Params], Params] = lambda _side, params: params
         self._transfers = transfers
         self._deployment = deployment
 
@@ -47,26 +51,9 @@ class RouterAtWork:
     def dispatch(self, transfer: Transfer) -> Dispatch:
         """What writes the legs of a request."""
         context, request = self.context, transfer.request
-        values = self._values(transfer)
+        values = values_of(context.setup, request, transfer.router_id)
         router, plain = context.setup.router, request.plain
         return Dispatch(router, context.mode, values, context.injector, transfer.index, plain, context.now_ms)
-
-    def _values(self, transfer: Transfer) -> dict[str, Any]:
-        """What the `$` names of a router's templates stand for."""
-        request, prefill, decode = transfer.request, self.context.setup.prefill, self.context.setup.decode
-        return {
-            "transfer_id": transfer.router_id,
-            "prefill.tp": prefill.tp,
-            "prefill.dp": prefill.dp,
-            "prefill.dp_rank": request.prefill_dp,
-            "prefill.dp_local": prefill.local_dp,
-            "prefill.hosts": list(prefill.hosts),
-            "decode.tp": decode.tp,
-            "decode.dp": decode.dp,
-            "decode.dp_rank": request.decode_dp,
-            "decode.dp_local": decode.local_dp,
-            "decode.hosts": list(decode.hosts),
-        }
 
     def _route(self, transfer: Transfer) -> Generator[Any, None, None]:
         """WRITE: both legs at once. READ: prefill first, then decode with what prefill answered."""
@@ -105,7 +92,7 @@ class RouterAtWork:
     def _send_leg(self, transfer: Transfer, side: str, leg: tuple[Params, list[Fault]], answer: Any) -> Lost | None:
         """Send one leg, which key faults have changed, through the router's own; returns why no engine gets it, if none does."""
         context, request, engines = self.context, transfer.request, self._deployment.side(side)
-        params = self._leave(transfer, side, *leg)
+        params = self.handed(side, self._leave(transfer, side, *leg))
         rejected = side == "decode" and request.rejected
         dp, delay = (request.prefill_dp if side == "prefill" else request.decode_dp), 0
         for fault in context.injector.acting("router", side, request=transfer.index, now_ms=context.now_ms):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -17,6 +17,7 @@ from kvcover.sim.results.depart import Step, steps_of
 from kvcover.sim.results.judge import judge
 from kvcover.sim.results.record import Course, EngineEnd, Record
 from kvcover.sim.results.result import Result
+from kvcover.sim.scenario.dispatch import Params
 from kvcover.sim.scenario.scenario import Scenario, build, fault_of
 from kvcover.sim.scenario.setup import Setup, resolve
 from kvcover.sim.tiers import NOT_BEGUN, Capabilities, Pace, Tier
@@ -65,14 +66,17 @@ class ModelTier(Tier):
 model_tier = ModelTier()
 
 
-def run_world(setup: Setup) -> tuple[Result, World]:
+def run_world(setup: Setup, handed: Callable[[str, Params], Params] | None = None) -> tuple[Result, World]:
     """As `run`, and the finished world with its history, for those who want to look closer.
+
+    `handed` makes of a leg, by its side, what the engine is given.
 
     >>> result, world = run_world(resolve(Scenario(release="0.27.0", prefill=Side(tp=2), decode=Side(tp=2))))
     >>> sorted(event.actor for event in world.history.events("told"))
     ['D0', 'D1']
     """
     world = World(setup)
+    world.router.handed = handed or world.router.handed
     return played(world), world
 
 

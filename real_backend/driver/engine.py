@@ -273,7 +273,8 @@ class EngineLoop(threading.Thread):
                 self._end(self.tracked[request_id])
         for request_id in answer.sent:
             request = self.tracked[request_id]
-            request.reaped = request_id not in sent and len(request.reported) < len(self.ranks)
+            unreported = self.role == "decode" or len(request.reported) < len(self.ranks)  # decode reports what it received
+            request.reaped = request_id not in sent and unreported
             self._end(request, "reaped" if request.reaped else "freed")
 
     def _aggregate(self, reports: list[StepReport]) -> tuple[set[str], set[str], set[str]] | None:

@@ -225,10 +225,10 @@ def _course(evidence: Evidence, request: Request, told: set[tuple[str, int]], at
         at_end=at_end,
         bad_end="failed" if decode.failed else "recomputed" if decode.recomputed else "",
         admitted=decode.state != "new",
-        ended=decode.state in ("ended", "aborting") or decode.failed,
+        ended=decode.state in ("ended", "aborting", "held") or decode.failed,
         lost=any(_is_lost(engine) for engine in evidence.engines.values()) or "lost" in (prefill.state, decode.state),
-        held=prefill.state in ("held", "running") or decode.state == "aborting",
-        late=prefill.reaped or prefill.overran or not set(prefill.reported) <= answered,
+        held=prefill.state in ("held", "running") or decode.state in ("aborting", "held"),
+        late=prefill.reaped or decode.reaped or prefill.overran or not set(prefill.reported) <= answered,
         aborted=decode.aborted,
     )
 
@@ -246,7 +246,7 @@ def _tracked(engine: EngineLoop, index: int) -> Tracked:
 
 def _engine_end(evidence: Evidence, key: EngineKey) -> EngineEnd:
     engine, (role, dp) = evidence.engines[key], key
-    states = ("held", "running") if role == "prefill" else ("aborting",)
+    states = ("held", "running") if role == "prefill" else ("aborting", "held")
     held = sorted(request.index for request in engine.tracked.values() if request.state in states)
     me = evidence.trial.endpoint(role)
     return EngineEnd(name=engine.me, me=me, dp=dp, started=True, crashed=_is_lost(engine), held=tuple(held))

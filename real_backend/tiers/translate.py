@@ -15,7 +15,7 @@ from kvcover.real_backend.driver.trial import ROLES, BlockTables, Limits, Role, 
 from kvcover.real_backend.inside.cells import TAG_BYTES, numbering_of
 from kvcover.sim.errors import TierError
 from kvcover.sim.moriio.transfer import BlockPool
-from kvcover.sim.scenario.dispatch import Dispatch
+from kvcover.sim.scenario.dispatch import Dispatch, values_of
 from kvcover.sim.scenario.endpoint import Request
 from kvcover.sim.scenario.scenario import Scenario
 from kvcover.sim.scenario.setup import Setup, resolve
@@ -118,19 +118,7 @@ def _legs(setup: Setup, keys: Injector, request: Request) -> RouterLegs:
     if request.prompt_tokens % tokens:
         problem = f"{request.prompt_tokens} tokens: no whole blocks of {tokens}"
         raise TierError(f"requests[{request.index}].prompt_tokens", problem, f"use {request.blocks * tokens}")
-    values = {
-        "transfer_id": f"tx-{request.index:032x}",
-        "prefill.tp": setup.prefill.tp,
-        "prefill.dp": setup.prefill.dp,
-        "prefill.dp_rank": request.prefill_dp,
-        "prefill.dp_local": setup.prefill.local_dp,
-        "prefill.hosts": [HOST],
-        "decode.tp": setup.decode.tp,
-        "decode.dp": setup.decode.dp,
-        "decode.dp_rank": request.decode_dp,
-        "decode.dp_local": setup.decode.local_dp,
-        "decode.hosts": [HOST],
-    }
+    values = values_of(setup, request, f"tx-{request.index:032x}") | {"prefill.hosts": [HOST], "decode.hosts": [HOST]}
     now_ms = request.arrival_ns / 1e6
     dispatch = Dispatch(setup.router, setup.scenario.mode, values, keys, request.index, now_ms=now_ms)
     return RouterLegs(*dispatch.prefill_leg(), dispatch.decode_leg, dispatch.ports_off())

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvcover.sim.commands.gating import baseline_option, check_outputs, junit_option
-from kvcover.sim.commands.matrix import _tp_list
 from kvcover.sim.commands.options import (
     build_scenario,
     conclude,
     scenario_data,
     scenario_options,
     sizes,
+    tp_list,
     whole_number,
 )
 from kvcover.sim.errors import InputError, TierError, nearest
@@ -270,7 +270,7 @@ def _grid_jobs(options: dict[str, Any], tier: Tier) -> tuple[Jobs, None, dict[st
         modes = [options["mode"]]
     own = [(data.get(name) or {}).get("tp", 1) for name in ("prefill", "decode")]
     lists = [
-        _tp_list(f"--{name}", options[name]) if options[name] else [size]
+        tp_list(f"--{name}", options[name]) if options[name] else [size]
         for name, size in zip(("prefill", "decode"), own, strict=True)
     ]
     pairs = [(prefill, decode) for prefill in lists[0] for decode in lists[1]]

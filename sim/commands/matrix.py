@@ -10,12 +10,13 @@ from kvcover.sim.commands.gating import baseline_option, check_outputs, conclude
 from kvcover.sim.commands.options import (
     build_scenario,
     conclude,
+    modes_of,
     scenario_data,
     scenario_options,
-    whole_number,
+    tp_list,
     write_output,
 )
-from kvcover.sim.errors import InputError, TierError, nearest, short
+from kvcover.sim.errors import InputError, TierError, short
 
 if TYPE_CHECKING:
     from kvcover.sim.results.result import Result
@@ -38,13 +39,11 @@ def command(mode: str, prefill: str, decode: str, markdown: bool, baseline: str 
     With --baseline the exit code is 1 if a pairing is worse than in the baseline, 3 if that can't be told of all, else 0. A
     pairing that the baseline lacks must be good.
     """
-    if mode not in ("write", "read", "both"):
-        raise InputError("--mode", f"no mode {mode!r}", nearest(mode, ("write", "read", "both")))
-    modes = ["write", "read"] if mode == "both" else [mode]
-    sizes = {"prefill": _tp_list("--prefill", prefill), "decode": _tp_list("--decode", decode)}
+    modes = modes_of(mode)
+    sizes = {"prefill": tp_list("--prefill", prefill), "decode": tp_list("--decode", decode)}
     data = scenario_data(None, options)
     _reject_axes(data)
-    check_outputs(options["output"], junit, data.get("model"), baseline)
+    check_outputs(options["output"], junit, data.get("model"), data.get("router"), baseline)
     from kvcover.sim.search.matrix import pairings
 
     scenarios = pairings(build_scenario(data), **sizes, modes=modes)
@@ -115,14 +114,3 @@ def _reject_axes(data: dict[str, Any]) -> None:
     for name in ("prefill", "decode"):
         if "tp" in data.get(name, {}):
             raise InputError(f"{name}.tp", f"{short(data[name]['tp'])} would not be read: the matrix sets it", f"use --{name}")
-
-
-def _tp_list(option: str, text: str) -> list[int]:
-    """`1,2,4,8` in the order given, each once."""
-    values = [whole_number(option, part.strip().removeprefix("tp="), text) for part in text.split(",")]
-    for value in values:
-        if not 1 <= value <= 256:
-            raise InputError(option, f"{value} is no TP size", "use 1 to 256")
-        if values.count(value) > 1:
-            raise InputError(option, f"{value} is given twice in {text!r}", "give each size once")
-    return values

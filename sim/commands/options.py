@@ -16,7 +16,7 @@ from kvcover.sim.tiers import TIERS
 
 if TYPE_CHECKING:
     from kvcover.sim.results.verdict import Verdict
-    from kvcover.sim.scenario.scenario import Scenario
+    from kvcover.sim.scenario.scenario import Mode, Scenario
 
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
@@ -46,7 +46,8 @@ _RELEASES: tuple[Decorator, ...] = (
 )
 _FIELDS: tuple[Decorator, ...] = (
     click.option("--model", metavar="M", help="Preset, config.json, layers=2,kv_heads=8,head_dim=8, layers=2,mla=64+16."),
-    click.option("--router", metavar="NAME", help="Who fills in the params, e.g. 'vllm-router 0.1.15' (default: toy-proxy)."),
+    click.option("--router", metavar="NAME|FILE", help="Who fills in the params, e.g. 'vllm-router 0.1.15' or a file with legs "
+                 "(legs.json, legs.toml; default: toy-proxy)."),
     click.option("--fault", "faults", multiple=True, metavar="FAULT",
                  help="drop:KEY, set:KEY=JSON, rename:KEY=NEW (@prefill, @decode), or see `kvcover faults`. Repeatable."),
     click.option("--override", "overrides", multiple=True, metavar="FIELD=POLICY",
@@ -157,7 +158,7 @@ def _json_or_text(path: str, value: str) -> Any:
 
 
 def sizes(option: str, text: str | None) -> dict[str, int]:
-    """`tp=4,dp=2`, or just `4`."""
+    """`tp=4,dp=2`, `tp=4,dp=2,pods=2`, or just `4`."""
     if text is None:
         return {}
     found: dict[str, int] = {}
@@ -165,8 +166,8 @@ def sizes(option: str, text: str | None) -> dict[str, int]:
         name, equals, value = part.strip().partition("=")
         if not equals:
             name, value = "tp", name
-        if name not in ("tp", "dp"):
-            raise InputError(option, f"no size {short(name)} in {short(text)}", nearest(name, ("tp", "dp")))
+        if name not in ("tp", "dp", "pods"):
+            raise InputError(option, f"no size {short(name)} in {short(text)}", nearest(name, ("tp", "dp", "pods")))
         if name in found:
             raise InputError(option, f"{name} is given twice in {short(text)}", "write tp=4,dp=2")
         found[name] = whole_number(option, value, text)
@@ -182,6 +183,33 @@ def whole_number(option: str, value: str, text: str) -> int:
     except ValueError:
         problem = f"{short(value)} in {short(text)} is not a whole number"
         raise InputError(option, problem, "write a number such as 4") from None
+
+
+def tp_list(option: str, text: str) -> list[int]:
+    """`1,2,4,8` in the order given, each once."""
+    values = [whole_number(option, part.strip().removeprefix("tp="), text) for part in text.split(",")]
+    for value in values:
+        if not 1 <= value <= 256:
+            raise InputError(option, f"{value} is no TP size", "use 1 to 256")
+        if values.count(value) > 1:
+            raise InputError(option, f"{value} is given twice in {text!r}", "give each size once")
+    return values
+
+
+def release_list(text: str) -> list[str]:
+    """`0.27.0,0.33.0` or `all`, each once, by the names that the model has for them."""
+    from kvcover.sim.releases.records import PUBLISHED, get_release
+
+    if text == "all":
+        return list(PUBLISHED)
+    return list(dict.fromkeys(get_release(part.strip(), "--release").name for part in text.split(",")))
+
+
+def modes_of(text: str) -> list[Mode]:
+    """`write`, `read`, or both."""
+    if text not in ("write", "read", "both"):
+        raise InputError("--mode", f"no mode {text!r}", nearest(text, ("write", "read", "both")))
+    return ["write", "read"] if text == "both" else ["write" if text == "write" else "read"]
 
 
 def build_scenario(data: dict[str, Any]) -> Scenario:

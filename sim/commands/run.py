@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 @click.command("run")
 @click.argument("scenario", required=False)
 @click.option("--mode", metavar="write|read", help="Prefill pushes (default) or decode pulls.")
-@click.option("--prefill", metavar="tp=N[,dp=N]", help="Size of the prefill engine.")
-@click.option("--decode", metavar="tp=N[,dp=N]", help="Size of the decode engine.")
+@click.option("--prefill", metavar="tp=N[,dp=N[,pods=N]]", help="Size of the prefill engine.")
+@click.option("--decode", metavar="tp=N[,dp=N[,pods=N]]", help="Size of the decode engine.")
 @click.option("--keep", metavar="DIR", help="Leave all evidence in a new folder, also if it fails: logs, versions, a summary.")
 @click.option("--trace", metavar="FILE", help="Write every event as a timeline for Perfetto or chrome://tracing.")
 @click.option("-v", "--verbose", is_flag=True, help="Of a real run: keys that were read of its legs, wrong cells, tracebacks.")
@@ -81,8 +81,8 @@ def command(
         if found := sizes(f"--{name}", text):
             data[name] = {**data.get(name, {}), **found}
     built = build_scenario(data)
-    check_outputs(options["output"], junit, scenario, built.model)
-    _check_trace(trace, options["output"], scenario, built.model)
+    check_outputs(options["output"], junit, scenario, built.model, built.router)
+    _check_trace(trace, options["output"], scenario, built.model, built.router)
     if keep is not None:
         tier.check(built, options["vllm"])  # bad input leaves no folder
     with _keeping(keep, tier.name, built, options["vllm"]) as kept:

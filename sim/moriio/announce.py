@@ -29,6 +29,7 @@ class Announcer:
 
     def blocks(self, transfer: Transfer, params: Params, transfer_id: Any, blocks: Tables) -> None:
         """Send our block ids to prefill's ranks, as many as this release counts."""
+        self._read_dp_size(params)
         if not self._is_ours(params):
             return
         for address in self._prefill_ports(transfer, params, folded=True):
@@ -42,8 +43,10 @@ class Announcer:
             self.blocks(transfer, params, transfer_id, blocks)
         elif policy == "empty_list":
             self.blocks(transfer, params, transfer_id, [])
-        elif self._is_ours(params):
-            self.release(transfer, params, transfer_id)
+        else:
+            self._read_dp_size(params)
+            if self._is_ours(params):
+                self.release(transfer, params, transfer_id)
 
     def release(self, transfer: Transfer, params: Params, transfer_id: Any) -> None:
         """Tell prefill's ranks that decode needs nothing of this request."""
@@ -55,6 +58,11 @@ class Announcer:
     def _send(self, address: Address, transfer: Transfer, event: str, message: str, deliver: Deliver) -> None:
         self._context.log(event, self._name, request=transfer.index, fields=Sent(address[1]))
         self._context.network.send(self._name, address, transfer.index, message, deliver)
+
+    def _read_dp_size(self, params: Params) -> None:
+        """Releases that know pods read the peer's DP size for a warning only, and die of one that is no number."""
+        if self._me.release.blocks_ready_pods == "by_pod":
+            as_int(params.get("remote_dp_size", 1) or 1)
 
     def _is_ours(self, params: Params) -> bool:
         """Whether it is this DP rank that tells prefill of the request."""
@@ -68,10 +76,18 @@ class Announcer:
         dp = params.get("remote_dp_rank", 0)
         if not isinstance(dp, int):
             raise PeerRefusal("TypeError", f"remote_dp_rank {dp!r} in port arithmetic")
-        local = as_int(params.get("remote_dp_size_local", 0) or 0) if release.blocks_ready_pods == "by_pod" and folded else 0
+        local = _local_size(params) if release.blocks_ready_pods == "by_pod" and folded else 0
         if local:
             hosts = pods_of(params, host)
             host = hosts[dp // local] if dp // local < len(hosts) else hosts[0]
         width = min(release.call("blocks_ready_width")(params, self._me.tp, peer.tp), MOST_RANKS)
         offset = release.call("notify_ports")
         return [(host, notify_port + offset(fold(dp, local), tp, peer.tp)) for tp in range(width)]
+
+
+def _local_size(params: Params) -> int:
+    """DP ranks a pod of the peer; what is no number is 0, for one host."""
+    try:
+        return as_int(params.get("remote_dp_size_local", 0) or 0)
+    except PeerRefusal:
+        return 0

@@ -40,6 +40,7 @@ class DecodeEngine(Engine):
         self._queue: deque[tuple[Transfer, Params]] = deque()  # not yet admitted: the pool is full
         self._admitted: list[Transfer] = []  # so far, and not only those that are still here
         self._held_up: set[int] = set()  # requests whose step is held up
+        self._to_decode_elsewhere: set[int] = set()  # whose leg says so, as prefill's would
         self.lazy = LazyReads()
 
     # -- admission --------------------------------------------------------------------------------------------
@@ -80,6 +81,8 @@ class DecodeEngine(Engine):
         if self.crashed:
             transfer.bad_end = "crash"
             return
+        if params.get("do_remote_decode"):
+            self._to_decode_elsewhere.add(transfer.index)
         if self.me.release.unsupported == "request_refused" and (why := self.refuses()):
             self.refuse(transfer, why)
             return
@@ -225,8 +228,25 @@ class DecodeEngine(Engine):
         abort = self.faults.abort(transfer)
         if abort is not None and abort.at == "after":
             self.context.injector.note(abort)
-        self._close(transfer)
+        if transfer.index in self._to_decode_elsewhere and self.me.release.decode_leg_hold != "freed":
+            self._hold(transfer)
+        else:
+            self._close(transfer)
         self.context.log("ended", self.name, request=transfer.index)
+
+    def _hold(self, transfer: Transfer) -> None:
+        """The request is over, and its blocks are kept for a decode elsewhere that nobody does."""
+        self.reports.unmap(transfer)
+        transfer.finish()
+        if self.me.release.decode_leg_hold == "reaped":
+            self.context.clock.after(self.context.setup.defer_timeout_ns, lambda _event: self._reap(transfer))
+
+    def _reap(self, transfer: Transfer) -> None:
+        transfer.timer_fired = True
+        transfer.home = None
+        if self.pool.give_back(transfer.index):
+            self.context.log("reaped", self.name, request=transfer.index)
+        self._admit()
 
     def _preempt(self, transfer: Transfer) -> None:
         """The scheduler takes the blocks and admits the request again: who brings the KV the second time?"""

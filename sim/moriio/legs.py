@@ -60,9 +60,14 @@ def mapped_id_of(params: Mapping[str, Any], policy: str, request_id: str) -> Any
     return mapped
 
 
+def is_no_key(transfer_id: Any) -> bool:
+    """Whether it can't be looked up in a table."""
+    return isinstance(transfer_id, (list, dict))
+
+
 def check_hashable(transfer_id: Any) -> None:
     """What can be no key of a table ends the step that looks it up."""
-    if isinstance(transfer_id, (list, dict)):
+    if is_no_key(transfer_id):
         raise PeerRefusal("TypeError", f"unhashable type: '{type(transfer_id).__name__}'")
 
 

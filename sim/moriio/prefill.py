@@ -16,7 +16,7 @@ from kvcover.sim.errors import PeerRefusal
 from kvcover.sim.kernel.clock import NEVER
 from kvcover.sim.kernel.events import Counted, Raised, Stall
 from kvcover.sim.moriio.engine import Engine
-from kvcover.sim.moriio.legs import Leg
+from kvcover.sim.moriio.legs import Leg, is_no_key
 from kvcover.sim.moriio.rank import Rank, Tables
 from kvcover.sim.moriio.transfer import Transfer, response_of
 from kvcover.sim.moriio.write_job import Job
@@ -93,6 +93,9 @@ class PrefillRank(Rank):
             self.poison("an empty remote_blocks", transfer, "D")
             return
         self.context.log("blocks_ready", self.name, request=transfer.index)
+        if is_no_key(transfer_id):
+            self.poison("a remote_blocks whose id can be no key", transfer, "D")
+            return
         self.writer.blocks_ready(transfer_id, transfer, blocks, decode_dp)
 
     def on_release(self, transfer_id: Any, transfer: Transfer, consumer_tp: int, sender: str) -> None:
@@ -111,7 +114,7 @@ class PrefillRank(Rank):
             return
         if self._acks[key] >= wanted:
             self._released.add(key)
-            self.engine.report(transfer, self.name, Counted(wanted))
+            self.engine.report(self.engine.known[key], self.name, Counted(wanted))  # the last that came with this id
 
 
 class Waiting:

@@ -12,7 +12,7 @@ from kvcover.sim.errors import PeerRefusal
 from kvcover.sim.kernel.clock import NEVER
 from kvcover.sim.kernel.events import Raised, Stall
 from kvcover.sim.moriio.decode_rank import DecodeRank
-from kvcover.sim.moriio.legs import Leg
+from kvcover.sim.moriio.legs import Leg, is_no_key
 from kvcover.sim.moriio.reader import Landing, Source
 from kvcover.sim.moriio.transfer import Transfer
 from kvcover.sim.scenario.context import Context
@@ -200,6 +200,9 @@ class ReadStep:
 
         def close(_event: Any) -> None:
             if self.engine.crashed:
+                return
+            if is_no_key(leg.transfer_id):  # reads are counted by it
+                self.engine.crash(Raised("TypeError", "unhashable transfer id"), self.transfer, rank.name)
                 return
             # The first failed status among those that are looked at ends the look.
             layer = len(landing.done_ns) - 1 if release.read_done == "last_layer" else -1

@@ -312,6 +312,11 @@ FIELDS: dict[str, Field] = {
         "crash": Policy("a transfer reported finished whose request does not wait for it kills decode's scheduler"),
         "ignored": Policy("such a report is ignored"),
     }),
+    "decode_leg_hold": Field(("freed", "reaped"), {
+        "reaped": Policy("what decode has of a request whose leg says `do_remote_decode` is held as if another were to read it, until the deferral timer (up to 0.27)"),
+        "for_ever": Policy("it is held, and nothing ends that, as decode has no such timer (0.28+)"),
+        "freed": Policy("decode frees its blocks, whatever its leg says of a remote decode"),
+    }),
     # -- READ: what prefill answers ------------------------------------------------------------------------------
     "answer_blocks": Field(("leg_sent",), {
         "flat": Policy("prefill answers a list of block ids (up to 0.29)"),

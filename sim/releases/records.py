@@ -72,6 +72,7 @@ class ConnectorRelease:
     decode_timer: Literal["none", "recv_abort_timeout"]
     abort_waiting: Literal["leak", "freed"]
     late_report: Literal["crash", "ignored"]
+    decode_leg_hold: Literal["reaped", "for_ever", "freed"]
     answer_blocks: Literal["flat", "groups"]
     answer_dp: Literal["none", "rank"]
     windows: Literal["table_tail", "prompt_tail"]
@@ -191,6 +192,7 @@ _0_24 = ConnectorRelease(
     decode_timer="none",
     abort_waiting="leak",
     late_report="crash",
+    decode_leg_hold="reaped",
     answer_blocks="flat",
     answer_dp="none",
     windows="table_tail",
@@ -273,6 +275,7 @@ _0_28 = replace(
     early_release_acks="decode_size",
     plain_chunks="skipped",
     early_ack="parked",
+    decode_leg_hold="for_ever",
     answer_dp="rank",
     read_barrier="per_layer",
     read_done="all_layers",
@@ -370,6 +373,7 @@ _REFERENCE = replace(
     decode_timer="recv_abort_timeout",
     abort_waiting="freed",
     late_report="ignored",
+    decode_leg_hold="freed",
     windows="prompt_tail",
     block_ids="either",
     read_map="gather",

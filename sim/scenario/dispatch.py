@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvcover.faults import EventFault, Fault, Injector
+from kvcover.sim.scenario.endpoint import Request
 from kvcover.sim.scenario.routers import Router
+from kvcover.sim.scenario.setup import Setup
 
 Params = dict[str, Any]
 
@@ -71,6 +73,24 @@ class Dispatch:
                 fired.append(fault)
         params, changed = self._injector.params(self.written(leg, response), leg, self._request, other)
         return params, fired + changed
+
+
+def values_of(setup: Setup, request: Request, transfer_id: str) -> dict[str, Any]:
+    """What the `$` names of a router's templates (`routers.NAMES`) stand for."""
+    prefill, decode = setup.prefill, setup.decode
+    return {
+        "transfer_id": transfer_id,
+        "prefill.tp": prefill.tp,
+        "prefill.dp": prefill.dp,
+        "prefill.dp_rank": request.prefill_dp,
+        "prefill.dp_local": prefill.local_dp,
+        "prefill.hosts": list(prefill.hosts),
+        "decode.tp": decode.tp,
+        "decode.dp": decode.dp,
+        "decode.dp_rank": request.decode_dp,
+        "decode.dp_local": decode.local_dp,
+        "decode.hosts": list(decode.hosts),
+    }
 
 
 def former(fault: EventFault, values: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,11 +1,12 @@
-"""What real routers put into `kv_transfer_params`, as data recorded from the real programs.
+"""What routers put into `kv_transfer_params`: recorded from the real programs, or a user's own file.
 
-A value that starts with `$` is filled in at run time: `$transfer_id`, `$prefill.tp`, `$decode.dp`, …, and
-`$response.KEY`, which copies KEY from the prefill engine's answer when it is there.
+A value that starts with `$` is filled in at run time: one of `NAMES`, and, on the decode leg in READ, `$response.KEY`, which
+copies KEY from the prefill engine's answer when it is there.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,12 +14,18 @@ import msgspec
 
 from kvcover.sim.errors import InputError, nearest, short
 from kvcover.sim.releases.records import get_release
+from kvcover.sim.scenario.legs_file import MODES, OwnLegs, is_file, parse_legs, read_text
 
 Template = dict[str, Any]
+NAMES = (
+    "transfer_id",
+    *(f"{side}.{size}" for side in ("prefill", "decode") for size in ("tp", "dp", "dp_rank", "dp_local", "hosts")),
+)
+"""What `$` names stand for: the id of the request, and what both sides registered."""
 
 
 class Router(msgspec.Struct, frozen=True, kw_only=True):
-    """One router release: the legs it sends in each mode.
+    """One router release: the legs it sends in each mode; None where a user's file doesn't say.
 
     `forwards_response`: in READ the decode leg starts from everything that prefill answered.
     `pins`: which legs get the other side's DP rank as `remote_dp_rank` when that side has several.
@@ -28,20 +35,28 @@ class Router(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     name: str
-    write_prefill: Template
-    write_decode: Template
-    read_prefill: Template
-    read_decode: Template
-    forwards_response: bool
-    pins: tuple[str, ...]
+    write_prefill: Template | None = None
+    write_decode: Template | None = None
+    read_prefill: Template | None = None
+    read_decode: Template | None = None
+    forwards_response: bool = False
+    pins: tuple[str, ...] = ()
     source: str
     decode_follows: bool = False
     registration_expiry_s: float | None = None
 
+    @property
+    def recorded(self) -> bool:
+        """Whether its legs are those of a real program."""
+        return self.source.endswith("recorded on loopback") or "recorded on loopback:" in self.source
+
     def legs(self, mode: str) -> tuple[Template, Template]:
-        if mode == "write":
-            return self.write_prefill, self.write_decode
-        return self.read_prefill, self.read_decode
+        """Both templates; raises InputError where a user's file has none for the mode."""
+        found: dict[str, Template | None] = {side: getattr(self, f"{mode}_{side}") for side in ("prefill", "decode")}
+        if missing := [side for side, template in found.items() if template is None]:
+            has = [f"{m}.{side}" for m in MODES for side in ("prefill", "decode") if getattr(self, f"{m}_{side}") is not None]
+            raise InputError("router", f"{self.name} has no {missing[0]} leg for {mode.upper()}", f"it has {', '.join(has)}")
+        return found["prefill"] or {}, found["decode"] or {}
 
     def prefill_leg(self, mode: str, values: Mapping[str, Any]) -> dict[str, Any]:
         """The prefill leg's params; `values` maps `$` names (without the `$`) to what they stand for."""
@@ -65,6 +80,8 @@ def _fill(template: Template, values: Mapping[str, Any], response: Mapping[str, 
     for key, value in template.items():
         if not isinstance(value, str) or not value.startswith("$"):
             filled[key] = value
+        elif value.startswith("$$"):
+            filled[key] = value[1:]
         elif value.startswith("$response."):
             if (name := value.removeprefix("$response.")) in response:
                 filled[key] = response[name]
@@ -115,7 +132,7 @@ _TOY_033 = msgspec.structs.replace(
     _TOY_025,
     name="toy-proxy 0.33.0",
     decode_follows=True,
-    read_decode=_TOY_025.read_decode | {"tp_size": "$response.tp_size"},
+    read_decode=_TOY_025.legs("read")[1] | {"tp_size": "$response.tp_size"},
     source="moriio_toy_proxy_server.py of vLLM 0.31.0 to 0.33.0, recorded on loopback",
 )
 _VLLM_016 = Router(
@@ -132,8 +149,8 @@ _VLLM_016 = Router(
 _VLLM_015 = msgspec.structs.replace(
     _VLLM_016,
     name="vllm-router 0.1.15",
-    write_prefill=_VLLM_016.write_prefill | {"remote_tp_size": 1},
-    write_decode=_VLLM_016.write_decode | {"remote_tp_size": 1},
+    write_prefill=_VLLM_016.legs("write")[0] | {"remote_tp_size": 1},
+    write_decode=_VLLM_016.legs("write")[1] | {"remote_tp_size": 1},
     source="vllm-router 0.1.15 from PyPI, recorded on loopback: it sends remote_tp_size 1 whatever registered",
 )
 _VLLM_017 = msgspec.structs.replace(
@@ -151,8 +168,8 @@ _WIDE_EP = msgspec.structs.replace(
     _TOY_033,
     name="wide-ep",
     decode_follows=False,
-    write_prefill=_TOY_033.write_prefill | {"remote_dp_size_local": "$decode.dp_local", "remote_hosts": "$decode.hosts"},
-    write_decode=_TOY_033.write_decode
+    write_prefill=_TOY_033.legs("write")[0] | {"remote_dp_size_local": "$decode.dp_local", "remote_hosts": "$decode.hosts"},
+    write_decode=_TOY_033.legs("write")[1]
     | {
         "remote_dp_rank": "$prefill.dp_rank",
         "remote_dp_rank_override": True,
@@ -169,10 +186,35 @@ TOY_PROXY = "toy-proxy"
 
 
 def get_router(name: str, prefill_release: str) -> Router:
-    """The router of that name; `toy-proxy` alone is the one that came with prefill's vLLM release."""
+    """The router of that name, or the user's own in a file; `toy-proxy` alone is the one of prefill's vLLM release."""
+    if is_file(name):
+        text = read_text(name)
+        return own_router(parse_legs(text, name), f"{name} {hashlib.sha256(text.encode()).hexdigest()[:8]}", name)
     if name == TOY_PROXY:
         name = get_release(prefill_release).toy_proxy
     router = ROUTERS.get(name)
     if router is None:
-        raise InputError("router", f"no router {short(name)}", nearest(name, [TOY_PROXY, *ROUTERS]))
+        hint = f"{nearest(name, [TOY_PROXY, *ROUTERS])}, or a file such as legs.json"
+        raise InputError("router", f"no router {short(name)}", hint)
     return router
+
+
+def own_router(own: OwnLegs, name: str, place: str) -> Router:
+    """A user's legs as a router; raises InputError for a `$` name that stands for nothing."""
+    for (mode, side), leg in own.legs.items():
+        for key, value in leg.items():
+            check_name(value, mode, side, f"{place}: {mode}.{side}.{key}")
+    legs: dict[str, Any] = {f"{mode}_{side}": leg for (mode, side), leg in own.legs.items()}
+    return Router(name=name, **legs, **{"source": "a user's own file", **own.options})
+
+
+def check_name(value: Any, mode: str, side: str, place: str) -> None:
+    """Raise InputError for a value that starts with `$` and is no template on this leg."""
+    if not isinstance(value, str) or not value.startswith("$") or value.startswith("$$"):
+        return
+    if value.startswith("$response."):
+        if (mode, side) != ("read", "decode") or value == "$response.":
+            problem = f"{value!r}: prefill's answer goes to the decode leg of READ"
+            raise InputError(place, problem, "write $$ for a text that begins with $")
+    elif value[1:] not in NAMES:
+        raise InputError(place, f"{value!r} stands for nothing", nearest(value, [f"${name}" for name in NAMES]))

@@ -40,10 +40,12 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     recv_abort_timeout_ns: int
 
 
-def resolve(scenario: Scenario, geometry: Geometry | None = None, watch: Watch | None = None) -> Setup:
+def resolve(
+    scenario: Scenario, geometry: Geometry | None = None, watch: Watch | None = None, router: Router | None = None
+) -> Setup:
     """Look up every name of the scenario, whoever made it; raises InputError for fields, names and sizes that make no sense.
 
-    `geometry` stands in for the scenario's model, `watch` for the release of each engine (prefill, decode).
+    `geometry` and `router` stand in for the scenario's model and router, `watch` for the release of each engine (prefill, decode).
 
     >>> resolve(Scenario(release="0.26.0", decode=Side(tp=8))).decode.rank_names()[-1]
     'D7'
@@ -54,7 +56,8 @@ def resolve(scenario: Scenario, geometry: Geometry | None = None, watch: Watch |
     if watch is not None:
         prefill_release, decode_release = watch("prefill", prefill_release), watch("decode", decode_release)
     geometry = resolve_model(scenario.model) if geometry is None else geometry
-    router = get_router(scenario.router, prefill_release.name)
+    router = router or get_router(scenario.router, prefill_release.name)
+    router.legs(scenario.mode)
     tables = {
         "prefill": tables_of(geometry, has_hybrid_kv(scenario.prefill, prefill_release, geometry)),
         "decode": tables_of(geometry, has_hybrid_kv(scenario.decode, decode_release, geometry)),

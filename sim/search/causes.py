@@ -321,10 +321,10 @@ def _by_key(world: World, leg: str) -> dict[str, Values]:
 def _other_legs(scenario: Scenario, geometry: Geometry) -> Iterator[tuple[str, dict[str, dict[str, Values]]]]:
     """What each router sends, the scenario's own first, when no fault is planned."""
     own = resolve(scenario, geometry).router.name
-    for name in (own, *(name for name in ROUTERS if name != own)):
+    for name in (scenario.router, *(name for name in ROUTERS if name != own)):
         world = World(resolve(msgspec.structs.replace(scenario, router=name, faults=()), geometry))
         world.run()
-        yield name, {leg: _by_key(world, leg) for leg in LEGS}
+        yield world.setup.router.name, {leg: _by_key(world, leg) for leg in LEGS}
 
 
 def _key_faults(leg: str, key: str, requests: list[int], mine: Values, wanted: Values) -> tuple[str, ...]:

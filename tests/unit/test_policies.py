@@ -170,6 +170,7 @@ CASES: dict[str, list[Draft]] = {
     "decode_timer": [on(release, "drop-notice:write_done") for release in ("0.33.0", "reference")],
     "abort_waiting": [on(release, "abort:0,at=waiting,ms=1", "delay-notice:remote_blocks,ms=100") for release in ("0.33.0", "reference")],
     "late_report": [finding("notice-while-running", "0.33.0"), finding("notice-while-running", "reference")],
+    "decode_leg_hold": [on(release, "set:do_remote_decode=true@decode") for release in ("0.27.0", "0.28.0", "reference")],
     "answer_blocks": [read(release, router="vllm-router 0.1.17") for release in ("0.29.0", "0.30.0")],
     "answer_dp": [read(release, router="vllm-router 0.1.17") for release in ("0.27.0", "0.28.0")],
     "windows": [finding("sliding-lookahead", "0.33.0"), finding("sliding-lookahead", "reference")],
