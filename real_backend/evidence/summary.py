@@ -56,9 +56,15 @@ def _code(result: Result) -> str:
 def _tier(result: Result) -> str:
     backend = result.backend or {}
     more = [f"mori.io: {backend['mori']}"] if backend.get("mori") else []
+    more += [_device(backend)] if backend.get("device", "cpu") != "cpu" else []
     more += [f"self-test {backend['self_test']}"] if backend.get("self_test") else []
     more += [str(backend["date"])] if backend.get("date") else []
     return ", ".join([result.tier + (" (a prediction, nothing real ran)" if result.tier == "model" else ""), *more])
+
+
+def _device(backend: Mapping[str, Any]) -> str:
+    """The GPUs that held the caches."""
+    return str((backend.get("prefill_vllm") or {}).get("device") or backend["device"])
 
 
 def _made_with(result: Result) -> str:

@@ -206,7 +206,8 @@ def show_result(result: Result) -> None:
         out.print(f"digest {result.digest}, {result.events} events, {(result.virtual_ns or 0) / 1e6:g} ms of virtual time")
     if result.backend:
         timers = ", ".join(f"{name} {value:g} s" for name, value in (result.backend.get("timers_s") or {}).items())
-        out.print(f"mori.io: {result.backend.get('mori')}; the connector's timers: {timers or 'its own'}")
+        memory = f", caches in {device}" if (device := result.backend.get("device", "cpu")) != "cpu" else ""
+        out.print(f"mori.io: {result.backend.get('mori')}{memory}; the connector's timers: {timers or 'its own'}")
     out.print("replay: " + result.replay, soft_wrap=True)
 
 
