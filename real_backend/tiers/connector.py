@@ -6,6 +6,7 @@ Scenarios of one pair of trees share one import, and run at the same time as far
 
 from __future__ import annotations
 
+import copy
 import os
 import sys
 import tempfile
@@ -39,6 +40,7 @@ from kvcover.sim.tiers import NOT_BEGUN, Capabilities, Pace, Tier
 
 _RANKS_A_CORE = 8
 _RANKS_A_GPU = 16
+_ATTEMPTS = 3
 _WORKERS = 32
 _POLL_S = 0.2
 _COME_BACK_S = 5.0
@@ -145,7 +147,7 @@ def _run_group(
     results: dict[int, Result | TierError] = {}
     bar.say(f"vLLM {group.trees[0].name}")
     pool = ThreadPoolExecutor(1 if alone else _WORKERS)
-    running: dict[Future[RunSeen], int] = {}
+    running: dict[Future[tuple[Trial, RunSeen]], int] = {}
     try:
         for index, trial in group.trials.items():
             running[pool.submit(_run_one, harness, trial, budget, load, pace)] = index
@@ -154,7 +156,8 @@ def _run_group(
             for future in done:
                 index = running.pop(future)
                 try:
-                    results[index] = to_result(group.trials[index], future.result(), group.trees, infos, vllms[index])
+                    trial, seen = future.result()
+                    results[index] = to_result(trial, seen, group.trees, infos, vllms[index])
                 except TierError as error:
                     if not keep_errors:
                         raise
@@ -171,28 +174,36 @@ def _run_group(
     return results
 
 
-def _run_one(harness: Harness, trial: Trial, budget: _Budget, load: int, pace: Pace) -> RunSeen:
-    trial = replace(trial, limits=Limits.of(trial.setup, load))
+def _run_one(harness: Harness, trial: Trial, budget: _Budget, load: int, pace: Pace) -> tuple[Trial, RunSeen]:
+    """What was run, with its timers, and what was seen."""
     with budget.share(trial):
         if pace.over():
             raise NOT_BEGUN
         try:
-            return _run_steadily(harness, trial)
+            return _run_steadily(harness, trial, max(load, trial.ranks))
         except ValueError as error:
             raise TierError("scenario", str(error), "use --tier model") from None
         except OSError as error:
             raise MachineError("--tier connector", str(error), "free some memory, files or disk") from None
 
 
-def _run_steadily(harness: Harness, trial: Trial) -> RunSeen:
-    """Run it once more if the machine spoilt it, or it stood still: a busy machine hardly does that twice."""
-    if trial.setup.faults:  # they are counted, and would be twice
-        return harness.run(trial)
-    try:
-        seen = harness.run(trial)
-    except MachineError:
-        return harness.run(trial)
-    return harness.run(trial) if seen.stalled else seen
+def _run_steadily(harness: Harness, trial: Trial, load: int) -> tuple[Trial, RunSeen]:
+    """Run it again, with longer timers, if the machine spoilt it; and once more if it stood still with nothing done to it.
+
+    What a machine spoilt says nothing, so that the next attempt takes nothing away: it counts its faults anew.
+    """
+    for attempt in range(_ATTEMPTS):
+        slower = replace(trial, limits=Limits.of(trial.setup, load * 2**attempt), keys=copy.deepcopy(trial.keys))
+        last = attempt == _ATTEMPTS - 1
+        try:
+            seen = harness.run(slower)
+        except MachineError:
+            if last:
+                raise
+            continue
+        if not seen.stalled or trial.setup.faults or attempt:
+            break
+    return slower, seen
 
 
 class _Budget:

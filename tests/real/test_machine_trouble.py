@@ -22,9 +22,11 @@ from kvcover.real_backend.driver.lookout import Lookout
 from kvcover.real_backend.driver.processes import Child, reserve_ports
 from kvcover.real_backend.driver.reports import Admission, Escaped, Forward, Post, RankReport, StepReport
 from kvcover.real_backend.driver.spool import Spool
+from kvcover.real_backend.driver.trial import Trial
 from kvcover.real_backend.driver.wire import Wire, decode, encode
 from kvcover.real_backend.inside.raising import escaped, raised_by
 from kvcover.real_backend.machine import room
+from kvcover.real_backend.tiers.connector import _run_steadily
 from kvcover.real_backend.tiers.translate import to_trial
 from kvcover.sim.errors import MachineError, TierError
 from kvcover.sim.scenario.scenario import build
@@ -254,3 +256,37 @@ def test_sockets_of_a_run_hear_nobody_else() -> None:
         talker.close()
     listener.close()
     context.term()
+
+
+# -- another attempt ----------------------------------------------------------------------------------------------
+
+
+class _Busy:
+    """A harness whose first attempts the machine spoils, after a fault of a key has fired in each."""
+
+    def __init__(self, spoilt: int) -> None:
+        self.spoilt, self.limits, self.fired = spoilt, list[float](), list[int]()
+
+    def run(self, trial: Trial) -> Any:
+        self.limits.append(trial.limits.transfer_s)
+        trial.keys.fired[0] += 1
+        self.fired.append(trial.keys.fired[0])
+        if len(self.limits) <= self.spoilt:
+            raise MachineError("--tier", "too busy")
+        return SimpleNamespace(stalled=False)
+
+
+@pytest.mark.parametrize("spoilt", [0, 1, 2, 3])
+def test_what_a_machine_spoilt_is_run_again_with_longer_timers_and_counts_its_faults_anew(spoilt: int) -> None:
+    busy = _Busy(spoilt)
+    planned = to_trial(build(SMALL | {"faults": ["fail-leg:decode"]}))
+    before = planned.keys.fired[0]
+    if spoilt == 3:
+        with pytest.raises(MachineError):
+            _run_steadily(cast(Any, busy), planned, planned.ranks)
+    else:
+        ran, _ = _run_steadily(cast(Any, busy), planned, planned.ranks)
+        assert ran.limits.transfer_s == busy.limits[-1]
+    assert len(busy.limits) == min(spoilt + 1, 3)
+    assert busy.limits == sorted(set(busy.limits))  # each longer than the one before
+    assert busy.fired == [before + 1] * len(busy.fired)
