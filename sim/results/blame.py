@@ -6,11 +6,13 @@ from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
+from kvcover.faults import Fault, KeyFault
+from kvcover.faults.events import EventFault
 from kvcover.sim.kernel.events import Failed, FaultActed, Raised
 from kvcover.sim.kernel.history import Event
 from kvcover.sim.results.chains import Cause, fault_cause, key_cause, policy_cause, span
 from kvcover.sim.results.keys import misread
-from kvcover.sim.results.record import Record
+from kvcover.sim.results.record import Course, Record
 from kvcover.sim.results.result import Sets
 from kvcover.sim.scenario.endpoint import Endpoint
 
@@ -129,45 +131,121 @@ def fired_at(record: Record, *points: str) -> list[Cause]:
     return [fault_cause(fault) for fault in dict.fromkeys(fault.fault for fault in fired)]
 
 
-def unreleased(record: Record) -> list[Cause]:
-    """Why decode's releases went elsewhere: the ranks that it means, the port, or the size that both hang on."""
+def aimed(record: Record, message: str, ranks: list[str]) -> list[Cause]:
+    """Planned faults that fired and can keep a message from some ranks: on its way to them, or what keeps them from hearing it."""
+    hit = {
+        fired.fault
+        for event, fired in record.history.having(FaultActed, "fault_fired")
+        if fired.point == "notice" and (not event.peer or event.peer in ranks)
+    }
+    lossy = [f"{kind}:{message}" for kind in ("drop-notice", "delay-notice", "reorder-notice", "misroute-notice", "poison-notice")]
+    away = [f"{kind}:{rank}" for kind in ("late-rank", "restart-rank", "stall-rank", "partition") for rank in ranks]
+    causes = []
+    for fault in acted(record):
+        if isinstance(fault, EventFault):
+            text, start = str(fault), f"{fault.kind}:{fault.target}"
+            causes += [fault_cause(text)] if start in away or (start in lossy and text in hit) else []
+    return causes
+
+
+def acted(record: Record) -> list[Fault]:
+    """Planned faults that changed something."""
+    return [fault for fault, fired in zip(record.setup.faults, record.fired, strict=True) if fired]
+
+
+def changed(record: Record, *keys: str, leg: str = "decode") -> list[Cause]:
+    """Planned faults that changed one of some keys of a leg."""
+    return [
+        fault_cause(str(fault))
+        for fault in acted(record)
+        if isinstance(fault, KeyFault) and fault.leg in (None, leg) and {fault.key, fault.new} & {*keys}
+    ]
+
+
+def of_ranks(record: Record, missing: list[str]) -> list[Course]:
+    """The requests that some prefill ranks hold data of."""
+    prefill = record.setup.prefill
+    of = {dp for dp in range(prefill.dp) for tp in range(prefill.tp) if prefill.rank_name(dp, tp) in missing}
+    return [course for course in record.courses if course.prefill_dp in of and not course.aborted]
+
+
+# What decode's scheduler finds prefill's ranks by.
+_ADDRESS = ("remote_host", "remote_handshake_port", "remote_notify_port", "remote_dp_rank", "remote_hosts", "remote_dp_size_local")
+
+
+def unreleased(record: Record, missing: list[str]) -> list[Cause]:
+    """Why prefill ranks got no release: it was lost, decode sent none, or sent it elsewhere.
+
+    Elsewhere is by the ranks that decode means, by the port, or by the size that both hang on.
+    """
     decode, prefill = record.setup.decode, record.setup.prefill
-    release = decode.release
-    field = "read_dp" if release.read_dp == "zero" else "release_port" if release.release_port == "tp" else ""
-    ported = [policy_cause(release, field)] if prefill.dp > 1 and field else []
-    wide = [] if prefill.tp == decode.tp else [policy_cause(release, "release_to")]
-    sized = release.release_to == "holders" or (release.release_port != "tp" and prefill.dp > 1)
-    return [*(ported or wide), *(misread(record, "decode", 0) if sized else [])]
+    release, mine = decode.release, of_ranks(record, missing)
+    if faults := aimed(record, "release", missing):
+        return faults
+    sent = {event.request for event in record.history.events("release_sent")}
+    if record.sees("release_sent") and not any(course.index in sent for course in mine):
+        stopped = {f"stop-at-prefill:{course.index}" for course in mine}
+        return [
+            *changed(record, "do_remote_prefill", "remote_block_ids", "remote_engine_id", "transfer_id"),
+            *changed(record, "do_remote_decode", leg="prefill"),
+            *(cause for cause in map(fault_cause, map(str, acted(record))) if cause.text in stopped),
+        ]
+    if keys := changed(record, *_ADDRESS, "transfer_id") or changed(record, "transfer_id", leg="prefill"):
+        return keys
+    sizes = misread(record, "decode", mine[0].index if mine else 0)
+    causes: list[Cause] = []
+    if any(course.prefill_dp for course in mine):
+        fields = [*(["read_dp"] if release.read_dp == "zero" else []), *(["release_port"] if release.release_port == "tp" else [])]
+        causes = [policy_cause(release, field) for field in fields]
+    of_sources = sizes and release.release_to == "sources"  # what it read of, it took from the size
+    if not causes and prefill.tp != decode.tp and release.release_to != "holders" and not of_sources:
+        causes = [policy_cause(release, "release_to")]
+    sized = release.release_to != "own_rank" or (release.release_port != "tp" and prefill.dp > 1)
+    return [*causes, *(sizes if sized else [])]
 
 
 def unannounced(record: Record, missing: list[str]) -> list[Cause]:
     """Why decode's announcement did not come: nobody made it, it was lost, or it went elsewhere."""
-    prefill, decode = record.setup.prefill, record.setup.decode
-    of = {dp: name for dp in range(prefill.dp) for tp in range(prefill.tp) if (name := prefill.rank_name(dp, tp)) in missing}
-    mine = [course for course in record.courses if course.prefill_dp in of and not course.aborted]
-    sent = {event.request for event in record.history.events("blocks_ready_sent")}
-    if faults := fired_at(record, "notice", "router", "rank"):
+    decode, mine = record.setup.decode, of_ranks(record, missing)
+    legs = [
+        fault_cause(fired.fault)
+        for event, fired in record.history.having(FaultActed, "fault_fired")
+        if fired.point == "router" and event.request in {course.index for course in mine}
+    ]
+    if faults := list(dict.fromkeys([*aimed(record, "remote_blocks", missing), *legs])):
         return faults
+    up = {engine.dp for engine in record.side("P") if engine.started}
+    if not (mine := [course for course in mine if course.prefill_dp in up]):
+        return [Cause("their engine never started")]
+    sent = {event.request for event in record.history.events("blocks_ready_sent")}
     if record.sees("blocks_ready_sent") and (silent := [course for course in mine if course.index not in sent]):
-        gated = any(course.admitted and not course.request.external_zero for course in silent)
-        return [policy_cause(decode.release, "blocks_ready_gate")] if gated and decode.release.blocks_ready_gate != "none" else []
-    if keys := fired_at(record, "params"):
+        if any(_shut(record, course) for course in silent):
+            return [policy_cause(decode.release, "blocks_ready_gate")]
+        return changed(record, "do_remote_prefill", "transfer_id")
+    if keys := changed(record, *_ADDRESS):
         return keys
     for course in mine:
         dp = record.leg("decode", course.index).get("remote_dp_rank", 0)
         if dp != course.prefill_dp:
             return [key_cause("remote_dp_rank", dp, "decode", f"prefill's leg went to {course.prefill_dp}")]
-    width = misread(record, "decode", mine[0].index if mine else 0, "blocks_ready_width", "blocks_ready_width")
+    width = misread(record, "decode", mine[0].index, "blocks_ready_width", "blocks_ready_width")
     return list(dict.fromkeys([policy_cause(decode.release, "blocks_ready_width"), *width])) if width else []
+
+
+def _shut(record: Record, course: Course) -> bool:
+    """Whether decode's scheduler came to announce a request, and its gate kept it from doing so."""
+    decode, params = record.setup.decode, record.leg("decode", course.index)
+    if not course.admitted or course.request.external_zero or not params.get("do_remote_prefill"):
+        return False
+    return not decode.release.call("blocks_ready_gate")(params, course.decode_dp, decode.pod(course.decode_dp))
 
 
 def untold_causes(record: Record, sets: Sets, untold: list[str]) -> list[Cause]:
     """Why decode ranks wait: the message was lost, prefill gave up in silence, or nobody means them."""
     prefill, decode = record.setup.prefill, record.setup.decode
-    heard = set(sets.prefill_told or ()) >= {
-        prefill.rank_name(c.prefill_dp, tp) for c in record.courses for tp in range(prefill.tp)
-    }
-    causes = [cause for cause in fired_at(record, "notice") if not (heard and ":remote_blocks" in cause.text)][:1]
+    deaf = [name for name in _prefill_ranks(record) if name not in (sets.prefill_told or ())]
+    lost = [(message, untold) for message in ("write_done", "write_failed")] + [("remote_blocks", deaf)]
+    causes = [cause for message, ranks in lost for cause in aimed(record, message, ranks)]
     heard_of = decode.release.write_failed_heard == "understood"  # else to be told would change nothing
     if record.history.events("expired") and prefill.release.expiry == "silent" and heard_of:
         causes.append(policy_cause(prefill.release, "expiry"))
@@ -179,6 +257,12 @@ def untold_causes(record: Record, sets: Sets, untold: list[str]) -> list[Cause]:
     if decode.release.decode_timer == "none" and not any(engine.crashed for engine in record.side("D")):
         causes.append(policy_cause(decode.release, "decode_timer"))
     return causes
+
+
+def _prefill_ranks(record: Record) -> list[str]:
+    """The ranks that some request was to be prefilled on."""
+    prefill = record.setup.prefill
+    return [prefill.rank_name(dp, tp) for dp in sorted({c.prefill_dp for c in record.courses}) for tp in range(prefill.tp)]
 
 
 def content_causes(record: Record, wrong: list[str]) -> list[Cause]:

@@ -225,7 +225,7 @@ def _untold_prefill(record: Record, sets: Sets) -> list[Found]:
         Found(
             kind="prefill-not-released",
             text=f"{span(missing)} never got a release, so prefill holds the blocks until its timer",
-            causes=unreleased(record) + fired_at(record, "params"),
+            causes=unreleased(record, missing),
         )
     ]
 

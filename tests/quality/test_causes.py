@@ -242,15 +242,9 @@ NOT_ALONE = {
     ("transfer-failed", "peer_tp"): "with unequal sizes the map and the plan are wrong too",
     ("crash", "read_guard"): "it refuses what would be corrupt without it",
     ("crash", "peer_tp"): "the guard refuses the right size too",
+    ("prefill-not-released", "read_dp"): "the port that a release goes to leaves the DP rank out too",
+    ("prefill-not-released", "release_port"): "the DP rank that is meant is the wrong one too",
     ("port-taken", "ports"): "with the ports apart the collapse of 0.24-0.26 comes to light",
-}
-# What findings still blame too easily where a swarm does several things at once; `--causes` says "not shown" there.
-NOT_YET = {
-    ("prefill-not-told", "fault"): "any fault of a notice, the router or a rank is blamed, whatever it did",
-    ("never-told", "fault"): "any fault of a notice is blamed, whatever it did",
-    ("prefill-not-told", "blocks_ready_gate"): "a scheduler that never came to announce is taken for one that is shut",
-    ("prefill-not-released", "read_dp"): "where the port is wrong as well",
-    ("prefill-not-released", "release_to"): "where the size is misread as well",
 }
 Case = tuple[str, dict[str, Any]]
 
@@ -327,7 +321,7 @@ def check(counts: Counter[Blame], share: float) -> None:
     for (kind, lever, _), count in counts.items():
         often[kind, lever] += count
     wrong = {blame for blame, count in often.items() if count >= 10 and share_shown(counts, *blame) < 0.3}
-    assert wrong <= NOT_ALONE.keys() | NOT_YET.keys()
+    assert wrong <= NOT_ALONE.keys()
 
 
 def test_what_findings_blame_in_a_sample() -> None:
