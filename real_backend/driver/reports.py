@@ -148,6 +148,8 @@ class RankReport:
     sent: tuple[SentNotice, ...] = ()
     caught: tuple[Escaped, ...] = ()
     wrong: tuple[WrongCells, ...] = ()
+    short: tuple[tuple[int, int, int], ...] = ()
+    """When decode used which layer of a request with cells missing or wrong: time, request, layer."""
     last_step: str = ""
     """What it did last, or where it stands if it never came back."""
 
@@ -157,7 +159,7 @@ class RankReport:
         return replace(self, **both)
 
 
-_LISTS = ("notices", "batches", "warnings", "bound", "dialled", "acted", "sent", "caught")
+_LISTS = ("notices", "batches", "warnings", "bound", "dialled", "acted", "sent", "caught", "short")
 
 
 @dataclass(frozen=True, slots=True)

@@ -107,6 +107,20 @@ def _batch_row(sight: Sight, name: str, batch: Post) -> Row:
     return batch.at_ns, kind, source, target, batch.request, batch.layer, took if target in sight.holding else ASTRAY
 
 
+def early_rows(rank: RankReport) -> Iterator[Row]:
+    """Layers that a decode rank used with cells missing or wrong, and whose own reads landed after that use."""
+    used = {(request, layer): at for at, request, layer in rank.short}
+    for batch in rank.batches:
+        at = used.get((batch.request, batch.layer))
+        if at is not None and batch.kind == "read" and not batch.error and batch.done_ns > at:
+            yield at, "used_early", rank.name, batch.peer, batch.request, batch.layer, Took(batch.done_ns - at)
+
+
+def sees_landings(ranks: Iterable[RankReport]) -> bool:
+    """Whether it is known of each read when its bytes were in place; the real library doesn't say."""
+    return all(batch.done_ns for rank in ranks for batch in rank.batches if batch.kind == "read" and not batch.error)
+
+
 def reads_done(rank: RankReport, layers: int) -> Iterator[Row]:
     """A decode rank has read a request when it read all layers of it, and no read of it failed."""
     read: dict[int, set[int]] = defaultdict(set)

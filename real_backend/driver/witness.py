@@ -10,7 +10,16 @@ from kvcover.real_backend.driver.engine import EngineLoop, Tracked
 from kvcover.real_backend.driver.journal import Journal
 from kvcover.real_backend.driver.processes import Child
 from kvcover.real_backend.driver.reports import Escaped, RankReport, RunSeen, SchedulerReport
-from kvcover.real_backend.driver.sightings import Sight, acted_rows, notice_rows, rank_rows, reads_done, sent_rows
+from kvcover.real_backend.driver.sightings import (
+    Sight,
+    acted_rows,
+    early_rows,
+    notice_rows,
+    rank_rows,
+    reads_done,
+    sees_landings,
+    sent_rows,
+)  # fmt: skip
 from kvcover.real_backend.driver.trial import ROLES, EngineKey, Trial
 from kvcover.sim.cache.ledger import Count
 from kvcover.sim.kernel.events import Stray, Stuck
@@ -24,14 +33,15 @@ KILLED = "killed by a planned fault"
 OBSERVED = frozenset(
     ("leg_sent", "fault_fired", "bound", "dialled", "dial_dead", "blocks_ready_sent", "blocks_ready", "poisoned", "wrote", "read",
      "transfer_failed", "write_done_sent", "write_failed_sent", "write_done", "release_sent", "told", "told_failed", "release",
-     "released", "allocated", "freed", "reaped", "aborted", "recompute", "go", "short", "stray", "ended", "request_failed",
-     "crashed", "stuck", "restarted", "lost")
+     "released", "allocated", "freed", "reaped", "aborted", "recompute", "go", "short", "used_early", "stray", "ended",
+     "request_failed", "crashed", "stuck", "restarted", "lost")
 )  # fmt: skip
 """What a real run shows. When bytes arrive, what waits in sockets and what a thread waited for, nobody sees.
 
 A message to a port that nobody ever bound is seen to be undelivered; one to a listener that hears no more is not.
 """
 SEEN_BY_SCHEDULERS = frozenset(("blocks_ready_sent",))
+SEEN_BY_LANDINGS = frozenset(("used_early",))
 _LAST_STEP_S = 2.0
 NOBODY = ""
 """Who wrote what is there: a rank that can't be asked any more."""
@@ -78,11 +88,13 @@ def conclude(evidence: Evidence, seconds: float, event_faults: tuple[int, ...]) 
     if not all(course.ended for course in courses):
         rows += [(last, "stands", rank.name, "", -1, -1, Stuck(True, rank.last_step)) for rank in reports.values()]
     ends = tuple(_engine_end(evidence, key) for key in engines)
+    unseen = frozenset[str]() if len(asked) == len(evidence.schedulers) else SEEN_BY_SCHEDULERS
+    unseen |= frozenset[str]() if sees_landings(reports.values()) else SEEN_BY_LANDINGS
     wrong = tuple(each for rank in reports.values() for each in rank.wrong)
     record = _record(
         trial, rows, courses, ends, event_faults,
         legs=evidence.legs, stray=sum(stray.values()), reads=_reads(schedulers, engines), wrong=wrong,
-        observed=OBSERVED if len(asked) == len(evidence.schedulers) else OBSERVED - SEEN_BY_SCHEDULERS,
+        observed=OBSERVED - unseen,
     )  # fmt: skip
     raised = [raised for engine in engines.values() for raised in engine.raised]
     return RunSeen(record, tuple(reports.values()), (*raised, *of_threads), stalled, seconds, schedulers)
@@ -180,7 +192,7 @@ def _seen(
     for rank in reports.values():
         rows += rank_rows(sight, rank)
         if evidence.trial.setup.scenario.mode == "read" and rank.name.startswith("D"):
-            rows += reads_done(rank, evidence.trial.setup.geometry.layers)
+            rows += [*reads_done(rank, evidence.trial.setup.geometry.layers), *early_rows(rank)]
     for scheduler in schedulers:
         rows += [*acted_rows(scheduler), *sent_rows(sight, scheduler.name, scheduler.sent)]
     heard = [row for rank in reports.values() for row in notice_rows(sight, rank, rows)]

@@ -135,13 +135,20 @@ class Cells:
 
     def grade(self, layers: Sequence[LayerView], request: int, blocks: Collection[int], first: int = 0) -> Count:
         """Compare a request's cells with what this rank needs: `blocks` are those of its prompt from block `first` on."""
+        return sum(self.grade_each(layers, request, blocks, first).values(), Count(0, 0, 0))
+
+    def grade_each(self, layers: Sequence[LayerView], request: int, blocks: Collection[int], first: int = 0) -> dict[int, Count]:
+        """As `grade`, by layer."""
+        each = zip(self.group.layers, layers, strict=False)
+        return {layer: self._grade_layer(layer, view, request, blocks, first) for layer, view in each}
+
+    def _grade_layer(self, layer: int, view: LayerView, request: int, blocks: Collection[int], first: int) -> Count:
         counts = {"covered": 0, "wrong": 0, "missing": 0}
-        for layer, view in zip(self.group.layers, layers, strict=False):
-            for position, block in enumerate(blocks, first):
-                for plane in range(self.group.shape.planes):
-                    for slot, head in enumerate(self.heads):
-                        need = self.identity(request, position, (layer, plane, head))
-                        counts[_grade_cell(view[plane, block, :, slot, :], need)] += 1
+        for position, block in enumerate(blocks, first):
+            for plane in range(self.group.shape.planes):
+                for slot, head in enumerate(self.heads):
+                    need = self.identity(request, position, (layer, plane, head))
+                    counts[_grade_cell(view[plane, block, :, slot, :], need)] += 1
         return Count(counts["covered"], counts["wrong"], counts["missing"])
 
     def wrong(self, layers: Sequence[LayerView], request: int, blocks: Collection[int], first: int = 0) -> list[tuple[Place, Held]]:

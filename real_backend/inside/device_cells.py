@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
@@ -33,16 +33,13 @@ class DeviceCells(Cells):
                 _compute(view.device)
             view.index_copy_(1, where, needed)
 
-    def grade(self, layers: Sequence[Any], request: int, blocks: Collection[int], first: int = 0) -> Count:
-        covered = wrong = total = 0
-        for layer, view in zip(self.group.layers, layers, strict=False):
-            if blocks:
-                cells = view[:, list(blocks)]
-                right = (cells == self._needed(view, layer, request, len(blocks))).all(dim=4).all(dim=2)
-                covered += int(right.sum())
-                wrong += int((by_cell(cells != 0) & ~right).sum())
-                total += right.numel()
-        return Count(covered, wrong, total - covered - wrong)
+    def _grade_layer(self, layer: int, view: Any, request: int, blocks: Collection[int], first: int) -> Count:
+        if not blocks:
+            return Count(0, 0, 0)
+        cells = view[:, list(blocks)]
+        right = (cells == self._needed(view, layer, request, len(blocks))).all(dim=4).all(dim=2)
+        covered, wrong = int(right.sum()), int((by_cell(cells != 0) & ~right).sum())
+        return Count(covered, wrong, int(right.numel()) - covered - wrong)
 
     def on_host(self, view: Any, blocks: Collection[int]) -> Any:
         return view[:, list(blocks)].cpu().numpy()

@@ -62,6 +62,8 @@ class Worker:
         self._injection = Injection(trial, config.role, config.dp_rank, self.name, ports)
         self._watch = _Watch(self.name, self._injection)
         self._used: dict[int, list[LayerView]] = defaultdict(list)
+        self._used_ns: dict[tuple[int, int], int] = {}  # by request and layer
+        self._short: dict[tuple[int, int], int] = {}  # of these what was used with cells missing or wrong
         self._wrong: dict[int, WrongCells] = {}
         self._steps = 0
         self._doing = "starting"
@@ -119,7 +121,11 @@ class Worker:
             position = max(0, last - 1) if cells.group.geometry.state else first
             views = [(self._used[request] if at_use else self._views)[layer] for layer in cells.group.layers]
             where = range(first, len(blocks)) if at_use else blocks[first:]
-            count = cells.grade(views, request, where, position)
+            by_layer = cells.grade_each(views, request, where, position)
+            if at_use:
+                short = [(request, layer) for layer, each in by_layer.items() if each.covered < each.cells]
+                self._short |= {each: self._used_ns[each] for each in short if each in self._used_ns}
+            count = sum(by_layer.values(), Count(0, 0, 0))
             wrong += cells.wrong(views, request, where, position) if count.wrong else []
             found += count
         if wrong and request not in self._wrong:  # as they were at go, if it came to that
@@ -162,7 +168,8 @@ class Worker:
 
     def report(self) -> RankReport:
         """Return what was seen so far."""
-        return replace(self._watch.report(), last_step=self._where(), wrong=tuple(self._wrong.values()))
+        short = tuple((at, request, layer) for (request, layer), at in self._short.items())
+        return replace(self._watch.report(), last_step=self._where(), wrong=tuple(self._wrong.values()), short=short)
 
     def _where(self) -> str:
         """Say what the rank did last, and where in vLLM it stands if it hasn't come back."""
@@ -180,6 +187,7 @@ class Worker:
         for index, (name, cells) in enumerate(self._by_layer().items()):
             self._connector.wait_for_layer_load(name)
             for request in forward.use:
+                self._used_ns.setdefault((request, index), time.monotonic_ns())
                 self._used[request].append(self._views[index][:, list(self._blocks(request, cells))])
             for request, tokens in forward.fill.items():
                 first = tokens - 1 if cells.group.geometry.state else 0

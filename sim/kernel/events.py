@@ -37,6 +37,7 @@ KINDS: dict[str, str] = {
     "allocated": "an engine gave a request its blocks",
     "sealed_short": "a prefill rank sealed a transfer with fewer writes than layers",
     "short": "decode used cells that were missing or wrong",
+    "used_early": "decode used a layer whose read landed after that; peer: who was read (a real run that sees both times)",
     "stray": "a batch changed cells of another request or of a free block",
     "lost": "the router gave up on a request",
     "settled": "who moved the data waited until batches of a request were over: those of one layer, or (no layer) all of them",

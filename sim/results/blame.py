@@ -8,7 +8,7 @@ from typing import Any
 
 from kvcover.faults import Fault, KeyFault
 from kvcover.faults.events import EventFault
-from kvcover.sim.kernel.events import Failed, FaultActed, Raised
+from kvcover.sim.kernel.events import Failed, FaultActed, Listener, Raised, Sent
 from kvcover.sim.kernel.history import Event
 from kvcover.sim.results.chains import Cause, fault_cause, key_cause, policy_cause, span
 from kvcover.sim.results.keys import misread
@@ -131,21 +131,35 @@ def fired_at(record: Record, *points: str) -> list[Cause]:
     return [fault_cause(fault) for fault in dict.fromkeys(fault.fault for fault in fired)]
 
 
+# The event of a message that leaves.
+_LEAVES = {
+    "remote_blocks": "blocks_ready_sent",
+    "write_done": "write_done_sent",
+    "write_failed": "write_failed_sent",
+    "release": "release_sent",
+}
+_LOSES = ("drop-notice", "delay-notice", "reorder-notice", "misroute-notice", "poison-notice")
+_DEAFENS = ("late-rank", "restart-rank", "stall-rank", "partition")
+
+
 def aimed(record: Record, message: str, ranks: list[str]) -> list[Cause]:
-    """Planned faults that fired and can keep a message from some ranks: on its way to them, or what keeps them from hearing it."""
+    """Planned faults that acted and can have kept a message from some ranks that never heard it, on its way or at its end."""
     hit = {
         fired.fault
         for event, fired in record.history.having(FaultActed, "fault_fired")
         if fired.point == "notice" and (not event.peer or event.peer in ranks)
     }
-    lossy = [f"{kind}:{message}" for kind in ("drop-notice", "delay-notice", "reorder-notice", "misroute-notice", "poison-notice")]
-    away = [f"{kind}:{rank}" for kind in ("late-rank", "restart-rank", "stall-rank", "partition") for rank in ranks]
-    causes = []
-    for fault in acted(record):
-        if isinstance(fault, EventFault):
-            text, start = str(fault), f"{fault.kind}:{fault.target}"
-            causes += [fault_cause(text)] if start in away or (start in lossy and text in hit) else []
-    return causes
+    ports = {fields.port for _, fields in record.history.having(Sent, _LEAVES[message])}
+    addressed = {event.actor for event, fields in record.history.having(Listener, "bound") if fields.port in ports}
+    return [
+        fault_cause(str(fault))
+        for fault in acted(record)
+        if isinstance(fault, EventFault)
+        and (
+            (fault.kind in _LOSES and fault.target == message and str(fault) in hit)
+            or (fault.kind in _DEAFENS and fault.target in ranks and fault.target in addressed)
+        )
+    ]
 
 
 def acted(record: Record) -> list[Fault]:
@@ -207,27 +221,30 @@ def unreleased(record: Record, missing: list[str]) -> list[Cause]:
 def unannounced(record: Record, missing: list[str]) -> list[Cause]:
     """Why decode's announcement did not come: nobody made it, it was lost, or it went elsewhere."""
     decode, mine = record.setup.decode, of_ranks(record, missing)
-    legs = [
+    if faults := aimed(record, "remote_blocks", missing):
+        return faults
+    numbers = {course.index for course in mine}
+    routed = [
         fault_cause(fired.fault)
         for event, fired in record.history.having(FaultActed, "fault_fired")
-        if fired.point == "router" and event.request in {course.index for course in mine}
+        if fired.point == "router"
+        and event.request in numbers
+        and fired.fault.startswith(("wrong-dp", "fail-leg:decode", "delay-leg:decode"))
     ]
-    if faults := list(dict.fromkeys([*aimed(record, "remote_blocks", missing), *legs])):
-        return faults
     up = {engine.dp for engine in record.side("P") if engine.started}
     if not (mine := [course for course in mine if course.prefill_dp in up]):
         return [Cause("their engine never started")]
     sent = {event.request for event in record.history.events("blocks_ready_sent")}
     if record.sees("blocks_ready_sent") and (silent := [course for course in mine if course.index not in sent]):
         if any(_shut(record, course) for course in silent):
-            return [policy_cause(decode.release, "blocks_ready_gate")]
-        return changed(record, "do_remote_prefill", "transfer_id")
+            return [*dict.fromkeys(routed), policy_cause(decode.release, "blocks_ready_gate")]
+        return list(dict.fromkeys(routed)) or changed(record, "do_remote_prefill", "transfer_id")
     if keys := changed(record, *_ADDRESS):
         return keys
     for course in mine:
         dp = record.leg("decode", course.index).get("remote_dp_rank", 0)
         if dp != course.prefill_dp:
-            return [key_cause("remote_dp_rank", dp, "decode", f"prefill's leg went to {course.prefill_dp}")]
+            return routed[:1] or [key_cause("remote_dp_rank", dp, "decode", f"prefill's leg went to {course.prefill_dp}")]
     width = misread(record, "decode", mine[0].index, "blocks_ready_width", "blocks_ready_width")
     return list(dict.fromkeys([policy_cause(decode.release, "blocks_ready_width"), *width])) if width else []
 
@@ -245,7 +262,7 @@ def untold_causes(record: Record, sets: Sets, untold: list[str]) -> list[Cause]:
     prefill, decode = record.setup.prefill, record.setup.decode
     deaf = [name for name in _prefill_ranks(record) if name not in (sets.prefill_told or ())]
     lost = [(message, untold) for message in ("write_done", "write_failed")] + [("remote_blocks", deaf)]
-    causes = [cause for message, ranks in lost for cause in aimed(record, message, ranks)]
+    causes = list(dict.fromkeys(cause for message, ranks in lost for cause in aimed(record, message, ranks)))
     heard_of = decode.release.write_failed_heard == "understood"  # else to be told would change nothing
     if record.history.events("expired") and prefill.release.expiry == "silent" and heard_of:
         causes.append(policy_cause(prefill.release, "expiry"))

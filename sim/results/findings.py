@@ -47,7 +47,7 @@ def find(record: Record, ranks: list[RankCoverage], sets: Sets) -> list[Found]:
         *_never_told(record, ranks, sets),
         *_never_asked(record),
         *_put_off(record),
-        *_used_early(record, ranks),
+        *_used_early(record),
         *_wrong_content(record, ranks),
     ]
     findings += _held(record, bool(findings))
@@ -276,7 +276,7 @@ def _put_off(record: Record) -> list[Found]:
     ]
 
 
-def _used_early(record: Record, ranks: list[RankCoverage]) -> list[Found]:
+def _used_early(record: Record) -> list[Found]:
     """Layers that decode used before their reads had landed: by each layer's landing, or by what was there later."""
     if record.mode == "write" or all(course.at_go is None for course in record.courses):
         return []
@@ -289,20 +289,37 @@ def _used_early(record: Record, ranks: list[RankCoverage]) -> list[Found]:
     causes = list(dict.fromkeys(early)) or [policy_cause(decode.release, "read_barrier")]
     text = "used layers before their reads landed"
     if not record.sees("landing"):
-        filled = [decode.rank_name(r.dp, r.tp) for r in ranks if (r.coverage or 0.0) < (r.coverage_end or 0.0)]
-        return [Found(kind="used-before-landing", text=f"{span(filled)} {text}", causes=causes)] if filled else []
+        if short := _seen_early(record):
+            return [Found(kind="used-before-landing", text=f"{span(short)} {text}", causes=causes)]
+        return []
     used = {(event.actor, event.request, event.layer): event.time_ns for event in record.history.events("short")}
     goes = {event.request: event.time_ns for event in reversed(record.history.events("go"))}
     late = [e for e in record.history.events("read") if e.time_ns > used.get((e.peer, e.request, e.layer), e.time_ns)]
     if not late:
         return []
-    short, after_ns = dict.fromkeys(event.peer for event in late), max(event.time_ns - goes[event.request] for event in late)
+    short, after_ns = list(dict.fromkeys(e.peer for e in late)), max(e.time_ns - goes[e.request] for e in late)
     return [
         Found(
             kind="used-before-landing",
             text=f"{span(short)} {text} (the last landed {after_ns} ns after go)",
             causes=causes,
         )
+    ]
+
+
+def _seen_early(record: Record) -> list[str]:
+    """Decode ranks of a real run that used layers too early: by each layer's own landing, where that is seen.
+
+    Else by what they read and held of a request at the end and not when they used it.
+    """
+    if record.sees("used_early"):
+        return list(dict.fromkeys(event.actor for event in record.history.events("used_early")))
+    decode, read = record.setup.decode, {(event.peer, event.request) for event in record.history.events("read")}
+    return [
+        name
+        for course in record.courses
+        for tp, count in enumerate(course.at_go or ())
+        if count.covered < course.at_end[tp].covered and ((name := decode.rank_name(course.decode_dp, tp)), course.index) in read
     ]
 
 

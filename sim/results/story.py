@@ -36,6 +36,7 @@ _TOLD = {
     "write_failed_sent": "{who} said that nothing will come, to {whom}",
     "allocated": "{who} gave the request its blocks",
     "sealed_short": "{who} sealed the transfer with {detail}",
+    "used_early": "{who} used {layers} layers before their reads from {whom} landed",
     "short": "{who} used its cells, of which not all were right: {detail}",
     "stray": "{who}: {detail} of others changed",
     "lost": "{who} gave up: {detail}",

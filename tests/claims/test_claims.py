@@ -8,7 +8,9 @@ import msgspec
 import pytest
 
 from kvcover import RELEASES, Result, build, resolve, run, run_world
-from kvcover.sim.kernel.events import KINDS
+from kvcover.sim.cache.ledger import Count
+from kvcover.sim.kernel.events import KINDS, Took
+from kvcover.sim.kernel.history import History
 from kvcover.sim.results.judge import judge
 from kvcover.sim.results.story import _TOLD, story
 from kvcover.sim.simulate import record_of
@@ -163,12 +165,35 @@ def test_early_use_is_told_where_nobody_sees_landings() -> None:
     """A real run knows only what was there at go and what at the end."""
     world = run_world(resolve(build({"release": "0.27.0", "mode": "read", "model": "deepseek-v3", "prompt_tokens": 4096,
                                      "prefill": {"tp": 4}, "decode": {"tp": 4}})))[1]  # fmt: skip
-    blind = msgspec.structs.replace(record_of(world), observed=frozenset(KINDS))
+    blind = msgspec.structs.replace(record_of(world), observed=frozenset(KINDS) - {"used_early"})
     found = judge(blind, digest=None, events=0, virtual_ns=None, seconds=0.0, replay="").findings
     assert [finding.text for finding in found if finding.kind == "used-before-landing"] == [
         "D0–D3 used layers before their reads landed"
     ]
     assert not [finding for finding in found if finding.kind == "never-read"]
+
+
+def test_early_use_is_told_of_ranks_that_read_late_and_of_no_other() -> None:
+    """Request 1 is nobody's: nothing is read for it. In a real run its cells may be filled later, by whatever."""
+    world = run_world(resolve(build({"release": "0.27.0", "mode": "read", "model": "layers=2,mla=8", "prefill": {"dp": 2}, "decode": {"dp": 2},
+                                     "fabric": "loopback", "requests": [{}, {"prefill_dp": 1, "decode_dp": 1, "plain": True}]})))[1]  # fmt: skip
+    record = record_of(world)
+    first, second = record.courses
+    whole = first.at_end[0]
+    courses = (
+        msgspec.structs.replace(first, at_go=(whole,)),
+        msgspec.structs.replace(second, at_go=(Count(0, 0, whole.cells),), at_end=(whole,)),
+    )
+    seen = {"blind": frozenset(KINDS) - {"used_early"}, "seeing": frozenset(KINDS)}
+    for name, observed in seen.items():
+        real = msgspec.structs.replace(record, courses=courses, observed=observed)
+        found = judge(real, digest=None, events=0, virtual_ns=None, seconds=0.0, replay="").findings
+        assert "used-before-landing" not in {finding.kind for finding in found}, name
+    history = History()
+    history.rows = [*record.history.rows, (10**9, "used_early", "D1.0", "P1.0", 1, 0, Took(5))]
+    real = msgspec.structs.replace(record, courses=courses, observed=seen["seeing"], history=history)
+    found = judge(real, digest=None, events=0, virtual_ns=None, seconds=0.0, replay="").findings
+    assert [f.text for f in found if f.kind == "used-before-landing"] == ["D1.0 used layers before their reads landed"]
 
 
 def test_findings_name_the_whole_chain() -> None:

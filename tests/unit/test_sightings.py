@@ -3,7 +3,15 @@
 from __future__ import annotations
 
 from kvcover.real_backend.driver.reports import Escaped, Post, RankReport, SchedulerReport, SentNotice
-from kvcover.real_backend.driver.sightings import Sight, notice_rows, rank_rows, reads_done, sent_rows
+from kvcover.real_backend.driver.sightings import (
+    Sight,
+    early_rows,
+    notice_rows,
+    rank_rows,
+    reads_done,
+    sees_landings,
+    sent_rows,
+)
 from kvcover.sim.kernel.events import ASTRAY, Took
 
 OWNERS = {7301: "D0", 7302: "D1", 6101: "P0"}
@@ -70,16 +78,40 @@ def test_a_read_is_done_with_its_last_layer_if_none_failed() -> None:
     assert not list(reads_done(failed, 2))
 
 
+def test_a_layer_was_used_early_only_if_its_own_read_landed_after_its_own_use() -> None:
+    """Of four layers used with cells missing one was late; what was never read, failed, or landed before was something else."""
+    batches = (
+        Post(1, "read", "P0", 0, 0, done_ns=50),  # used at 40
+        Post(2, "read", "P0", 0, 1, done_ns=30),  # used at 41: what was there was wrong
+        Post(3, "read", "P0", 0, 2, done_ns=60),  # used when nothing was missing
+        Post(4, "read", "P0", 1, 0, "no"),
+        Post(5, "write", "P1", 2, 0, done_ns=99),
+    )
+    rank = RankReport("D0", batches=batches, short=((40, 0, 0), (41, 0, 1), (42, 1, 0), (43, 2, 0)))
+    assert list(early_rows(rank)) == [(40, "used_early", "D0", "P0", 0, 0, Took(10))]
+
+
+def test_it_is_known_when_reads_landed_only_if_it_is_of_each() -> None:
+    """The real library keeps no such time. What failed landed nowhere."""
+    landed, failed, unknown = (
+        Post(1, "read", "P0", 0, 0, done_ns=5),
+        Post(1, "read", "P0", 0, 1, "no"),
+        Post(1, "read", "P0", 0, 1),
+    )
+    assert sees_landings([RankReport("D0", batches=(landed, failed)), RankReport("D1")])
+    assert not sees_landings([RankReport("D0", batches=(landed,)), RankReport("D1", batches=(unknown,))])
+
+
 def test_a_rank_that_was_restarted_has_seen_what_it_saw_in_both_lives() -> None:
     first = RankReport(
         "P0", notices=((1, {}),), batches=(Post(1, "write", "D0", 0, 0),), warnings=("old",), bound=((1, 1),), dialled=((1, 2),),
         acted=((1, "f", "notice", "D0", 0, -1),), sent=(SentNotice(1, "x", 1, 0),), caught=(Escaped("P0", "c", "E", "t"),),
-        last_step="first",
+        last_step="first", short=((1, 0, 0),),
     )  # fmt: skip
     second = RankReport("P0", notices=((2, {}),), dialled=((2, 3),), last_step="second")
     both = second.after(first)
     assert both.notices == ((1, {}), (2, {})) and both.dialled == ((1, 2), (2, 3)) and both.last_step == "second"
-    for name in ("batches", "warnings", "bound", "acted", "sent", "caught"):
+    for name in ("batches", "warnings", "bound", "acted", "sent", "caught", "short"):
         assert getattr(both, name) == getattr(first, name)
 
 
