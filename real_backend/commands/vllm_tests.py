@@ -10,6 +10,15 @@ import click
 from kvcover.sim.commands.options import conclude
 
 
+def _unrun(skipped: int, reasons: dict[str, int]) -> str:
+    """What the closing line says of tests that did not run: they show nothing."""
+    if not skipped:
+        return ""
+    why, times = next(iter(reasons.items()), ("", 0))
+    because = f", {times} of them for: {why}" if times else ""
+    return f"; NOT RUN: {skipped} skipped, which show nothing{because}"
+
+
 @click.command("vllm-tests")
 @click.argument("release")
 @click.option("--vllm", metavar="R|PATH|installed", help="vLLM tree to test (default: the one of RELEASE; see `kvcover vllm`).")
@@ -36,5 +45,5 @@ def command(release: str, vllm: str | None, as_json: bool) -> None:
         for failure in report.failures:
             click.echo(f"  failed: {failure}")
         passed, skipped = report.total("passed"), report.total("skipped")
-        click.echo(f"{passed} passed, {failed} failed, {skipped} skipped in {report.seconds:.0f} s")
+        click.echo(f"{passed} passed, {failed} failed in {report.seconds:.0f} s{_unrun(skipped, report.reasons)}")
     conclude(report.verdict)

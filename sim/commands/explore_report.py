@@ -59,6 +59,8 @@ class Report:
 
     def show(self, summary: Exploration) -> None:
         """Write the examples, then say what was found; examples that are shown are those that are written."""
+        from kvcover.sim.search.failures import said
+
         groups = summary.ranked()
         paths = self._examples(summary, groups)
         text = self._as_json(summary, groups, paths)
@@ -77,6 +79,9 @@ class Report:
             where = "all are in " + self._options["out"] if paths else "--out DIR writes all of them"
             click.echo(f"and {len(groups) - _SHOWN_GROUPS} kinds more; {where}")
         note = " of what was drawn and of the model's runs; real runs take real time, and have none"
+        moot = sum(summary.moot.values())
+        nothing = f"; {moot} of {summary.runs} runs showed nothing ({said(summary.moot)})" if moot else ""
+        click.echo(f"{summary.passed} passed{nothing}")
         click.echo(f"digest {summary.digest}{'' if self._tier.can.virtual_time else note}")
 
     def _show_group(self, group: FailureGroup, path: str | None) -> None:
@@ -103,6 +108,7 @@ class Report:
             "schema": 1, "runs": summary.runs, "outcomes": summary.outcomes, "failures": summary.failures,
             "groups": rows, "digest": summary.digest, "stopped": summary.stopped, "ended": summary.ended,
             "skipped": summary.skipped, "varied": summary.varied, "unsettled": summary.unsettled, "known": summary.known,
+            "passed": summary.passed, "moot": summary.moot,
         }  # fmt: skip
         return json.dumps(whole) + "\n"
 

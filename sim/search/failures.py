@@ -105,6 +105,11 @@ def _size(draft: Mapping[str, Any]) -> tuple[int, ...]:
     )
 
 
+def said(counts: Mapping[str, int]) -> str:
+    """`3 vacuous, 1 idle`."""
+    return ", ".join(f"{count} {name}" for name, count in counts.items())
+
+
 Groups = dict[tuple[Signature, tuple[str, ...]], FailureGroup]
 
 
@@ -156,9 +161,9 @@ class Exploration(msgspec.Struct):
             self.add(group)
 
     def verdict(self, whole: bool) -> Verdict:
-        """One verdict of all that ran. What a seed draws may be vacuous, idle, senseless or not for the tier: nobody asked for it.
+        """One verdict of all that ran. Some of what seeds draw may be vacuous, idle, senseless or not for the tier, but not most.
 
-        `whole`: each draft was asked for, as those of a grid are, and so must have been run.
+        `whole`: each draft was asked for by itself, as those of a grid are, and so must have been run.
         """
         if self.failures:
             return fail(f"{self.failures} of {self.runs} runs are not as they should be")
@@ -166,12 +171,24 @@ class Exploration(msgspec.Struct):
             return inconclusive(f"{self.lost} of {self.runs} runs were begun and could not be run")
         if not self.runs:
             return inconclusive("nothing was run")
+        if self.stopped:
+            return inconclusive(f"{self.ended} before all was run that was asked for")
         left = self.outcomes.get("invalid", 0) + self.outcomes.get("skipped", 0)
-        if whole and (left or self.stopped):
-            return inconclusive(
-                f"{self.ended} before the whole grid was run" if self.stopped else f"{left} of {self.runs} were not run"
-            )
-        return PASS if self.passed else inconclusive(f"none of {self.runs} runs passed, so nothing was put to the test")
+        if whole and left:
+            return inconclusive(f"{left} of {self.runs} were not run")
+        if not self.passed:
+            return inconclusive(f"none of {self.runs} runs passed, so nothing was put to the test")
+        moot = self.moot
+        if 2 * sum(moot.values()) > self.runs:
+            return inconclusive(f"most of what was drawn showed nothing: {said(moot)} of {self.runs}")
+        return PASS
+
+    @property
+    def moot(self) -> dict[str, int]:
+        """Runs that showed nothing, neither good nor bad, by why."""
+        drawn = {name: count for name in ("vacuous", "invalid", "skipped") if (count := self.outcomes.get(name, 0))}
+        idle = self.runs - self.passed - self.known - self.failures - sum(drawn.values())
+        return drawn | ({"idle": idle} if idle > 0 else {})
 
     @property
     def stopped(self) -> bool:

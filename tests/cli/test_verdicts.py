@@ -26,7 +26,7 @@ from kvcover.sim.results.result import GOOD, OUTCOMES, FaultFired
 from kvcover.sim.results.verdict import PASS, Verdict, fail, inconclusive, judge_expected, judge_run, together
 from kvcover.sim.scenario.scenario import Scenario
 from kvcover.sim.search import corpus
-from kvcover.sim.search.failures import Exploration
+from kvcover.sim.search.failures import Exploration, FailureGroup, Signature
 from kvcover.sim.tiers import NOT_BEGUN, TIERS, Capabilities, Pace, Tier
 
 MLA = "layers=1,mla=8"
@@ -168,14 +168,25 @@ def test_an_expected_end_leaves_every_other_demand(outcome: str, broken: str) ->
     ({}, "inconclusive", "inconclusive"),
     ({"runs": 2, "outcomes": {"ok": 2}}, "inconclusive", "inconclusive"),  # ok, and none of them moved anything
     ({"runs": 2, "passed": 2}, "pass", "pass"),
-    ({"runs": 2, "passed": 2, "ended": "the budget ended"}, "pass", "inconclusive"),
+    ({"runs": 2, "passed": 2, "ended": "the budget ended"}, "inconclusive", "inconclusive"),
     ({"runs": 2, "passed": 1, "outcomes": {"invalid": 1}}, "pass", "inconclusive"),
     ({"runs": 2, "passed": 1, "outcomes": {"skipped": 1}}, "pass", "inconclusive"),
     ({"runs": 2, "passed": 1, "outcomes": {"skipped": 1}, "lost": 1}, "inconclusive", "inconclusive"),
+    ({"runs": 3, "passed": 1, "outcomes": {"vacuous": 1, "skipped": 1}}, "inconclusive", "inconclusive"),
+    ({"runs": 3, "passed": 1, "outcomes": {"refused": 2}}, "inconclusive", "inconclusive"),  # idle
+    ({"runs": 3, "passed": 1, "outcomes": {"refused": 1}, "known": 1}, "pass", "pass"),  # bad, and so in the baseline
 ])  # fmt: skip
 def test_what_was_asked_for_must_run_and_what_was_drawn_need_not(fields: dict[str, Any], drawn: str, asked: str) -> None:
     found = Exploration(**fields)
     assert (found.verdict(whole=False).status, found.verdict(whole=True).status) == (drawn, asked)
+
+
+def test_what_showed_nothing_is_counted_by_why() -> None:
+    """Of nine runs that neither pass nor fail nor are known from the baseline, the rest used nothing."""
+    group = FailureGroup(Signature("hang", "0.33.0", "write", ()), (), 2, (), "seed 1", {})
+    found = Exploration(runs=14, passed=2, known=1, outcomes={"vacuous": 2, "invalid": 1, "skipped": 4, "refused": 2})
+    found.add(group)
+    assert found.moot == {"vacuous": 2, "invalid": 1, "skipped": 4, "idle": 2}
 
 
 def test_nothing_at_all_is_no_pass() -> None:

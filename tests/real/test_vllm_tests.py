@@ -72,6 +72,25 @@ def test_that_nothing_passed_is_no_pass(passed: int, code: int, tmp_path: Path, 
     assert CliRunner().invoke(command, ["0.33.0"]).exit_code == code
 
 
+def test_what_was_skipped_is_said_in_the_closing_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from click.testing import CliRunner
+
+    from kvcover.real_backend.commands.vllm_tests import command
+
+    files = (vllm_tests.FileCount("test_moriio_a", 1, 0, 5),)
+    counted = [
+        vllm_tests.Tally("0.33.0", files, {"no aiter": 4, "no ROCm": 1}, (), 1.0),
+        vllm_tests.Tally("0.33.0", (), {}, (), 1.0),
+    ]
+    monkeypatch.setattr(vllm_tests, "find_tree", lambda release, vllm: tmp_path)
+    monkeypatch.setattr(vllm_tests, "run_tests", lambda release, tree: counted.pop(0))
+    lines = [CliRunner().invoke(command, ["0.33.0"]).stdout.splitlines()[-1] for _ in range(2)]
+    assert lines == [
+        "1 passed, 0 failed in 1 s; NOT RUN: 5 skipped, which show nothing, 4 of them for: no aiter",
+        "0 passed, 0 failed in 1 s",
+    ]
+
+
 @pytest.mark.vllm
 @pytest.mark.slow
 @pytest.mark.parametrize(("release", "at_least"), [("0.27.0", 49), ("0.33.0", 632)])
