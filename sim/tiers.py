@@ -120,6 +120,11 @@ class Tier(ABC):
         refuse_options(self, {"--vllm": vllm})
         return None
 
+    def code_of(self, vllm: str) -> dict[str, str]:
+        """SHA-256 of each file of the connector that `--vllm` names here, by side and file. Raises TierError if it is not there."""
+        refuse_options(self, {"--vllm": vllm})
+        return {}
+
     def refuse_undeclared(self, scenario: Scenario, vllm: str | None = None) -> None:
         """Raise TierError for a fault, InputError for a vLLM, that this tier does not declare. Looks at no machine."""
         refuse_options(self, {"--vllm": vllm})

@@ -24,7 +24,7 @@ from kvcover.real_backend.driver import logs
 from kvcover.real_backend.driver.harness import Harness
 from kvcover.real_backend.driver.processes import device
 from kvcover.real_backend.driver.reports import RunSeen
-from kvcover.real_backend.driver.trial import Limits, Trial
+from kvcover.real_backend.driver.trial import ROLES, Limits, Trial
 from kvcover.real_backend.machine.room import check_room
 from kvcover.real_backend.machine.trees import Tree, check_machine, choose, release_of
 from kvcover.real_backend.tiers.declared import DRAWN, INJECTED, PINS, fit
@@ -67,6 +67,10 @@ class ConnectorTier(Tier):
     def release_of(self, vllm: str) -> str | None:
         prefill, decode = choose(vllm, NEWEST, None)
         return prefill.identity.release if prefill.identity.release == decode.identity.release else None
+
+    def code_of(self, vllm: str) -> dict[str, str]:
+        sides = zip(ROLES, choose(vllm, NEWEST, None), strict=True)
+        return {f"{side}'s {name}": digest for side, tree in sides for name, digest in tree.files}
 
     def _check(self, scenario: Scenario, vllm: str | None) -> None:
         _group([scenario], [vllm])

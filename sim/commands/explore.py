@@ -289,6 +289,10 @@ def _what(tier: Tier, options: dict[str, Any], drawn: dict[str, Any]) -> dict[st
     """What is explored, as plain data: another exploration is one in which this differs."""
     import json
 
+    from kvcover.sim.search.journal import CODE
+
     named: dict[str, Any] = {"tier": tier.name, "vllm": options["vllm"], "baseline": options["baseline"], **drawn}
+    if options["vllm"] is not None and options["out"] is not None:
+        named[CODE] = tier.code_of(options["vllm"])  # a working copy is edited, and goes by the same name
     plain: dict[str, Any] = json.loads(json.dumps(named))
     return plain

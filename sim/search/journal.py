@@ -17,6 +17,8 @@ from kvcover.sim.files import MB, read_text
 from kvcover.sim.search.failures import Exploration, Tallied
 
 NAME = "exploration.jsonl"
+CODE = "code"
+"""Where what is explored says which code is under test: the hash of each file."""
 _PLACE = "--out"
 _MOST = 1024 * MB
 _PROBE = bytes(1 << 16)
@@ -46,7 +48,8 @@ class Journal:
         lines = read_text(self.path, _MOST, _OTHER).split("\n")
         whole = lines[:-1]  # what follows the last line's end is half a line, or nothing
         if whole and whole[0] != head:
-            raise InputError(_PLACE, f"{short(str(self.path))} is of another exploration, or of another kvcover", _OTHER)
+            of = _edited(whole[0], head) or "another exploration, or of another kvcover"
+            raise InputError(_PLACE, f"{short(str(self.path))} is of {of}", _OTHER)
         for number, line in enumerate(whole[1:], 2):
             try:
                 self.stored.append(msgspec.json.decode(line, type=Tallied))
@@ -69,6 +72,17 @@ class Journal:
     def _write(self, line: bytes) -> None:
         with open(self.path, "ab") as file:
             file.write(line + b"\n")
+
+
+def _edited(kept: str, head: str) -> str:
+    """Which files of the code under test differ, if nothing else does between two first lines; else empty."""
+    try:
+        old, new = json.loads(kept), json.loads(head)
+        before, after = old["explored"].pop(CODE), new["explored"].pop(CODE)
+        changed = [name for name in sorted({*before, *after}) if before.get(name) != after.get(name)]
+    except (ValueError, TypeError, LookupError, AttributeError):
+        return ""
+    return f"other code: {', '.join(changed)} changed since, and old results would be mixed with new ones" if old == new else ""
 
 
 def _probe(folder: Path) -> None:

@@ -68,6 +68,35 @@ def test_another_exploration_is_not_mixed_in(tmp_path: Path) -> None:
         explored("--seeds", "3", "--out", str(tmp_path))
 
 
+def test_results_of_edited_code_are_not_mixed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A working copy goes by the same path whatever is in it."""
+    from kvcover.real_backend.inside.vllm_setup import MORIIO_FOLDER
+    from kvcover.real_backend.tiers.connector import connector_tier
+
+    monkeypatch.setattr("kvcover.sim.search.explore_tier.TierExploration.run", lambda self, drafts: self.summary)
+    folder = tmp_path / "copy" / MORIIO_FOLDER
+    folder.mkdir(parents=True)
+    for name in ("moriio_connector.py", "moriio_engine.py"):
+        (folder / name).write_text("")
+    copy = str(tmp_path / "copy")
+
+    def again() -> Result:
+        words = ["--tier", "connector", "--vllm", copy, "--release", "0.33.0", "--seeds", "3", "--out", str(tmp_path / "out")]
+        return CliRunner().invoke(explore_command, words, catch_exceptions=False)
+
+    assert again().exit_code == again().exit_code == 0
+    (folder / "moriio_engine.py").write_text("# better")
+    with pytest.raises(
+        InputError, match=r"--out: .* is of other code: decode's moriio_engine\.py, prefill's moriio_engine\.py changed"
+    ):
+        again()
+    (folder / "moriio_engine.py").write_text("")
+    assert again().exit_code == 0
+    assert (
+        connector_tier.code_of(copy)["prefill's moriio_engine.py"] == connector_tier.code_of(copy)["decode's moriio_connector.py"]
+    )
+
+
 @pytest.mark.parametrize("out", ["", "file", "file/inside", "\0", "x" * 300])
 def test_a_folder_that_can_not_be_written_is_found_before_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, out: str
