@@ -64,8 +64,11 @@ def show_gate(cells: Sequence[Cell], baseline: str, err: bool = False) -> None:
     _show(worse, "worse", lambda cell: first_of(cell.verdict.reasons), err)
     _show(unsettled, "open", lambda cell: first_of(cell.verdict.reasons), err)
     _show(better, "better", lambda cell: first_of(cell.better), err)
+    otherwise = [cell for cell in ran if cell.otherwise]
+    _show(otherwise, "as bad, but otherwise", lambda cell: first_of(cell.otherwise), err)
     as_before = sum(cell.as_before for cell in cells)
     counts = f"{len(worse)} worse, {len(unsettled)} open, {len(better)} better, {as_before} bad and no worse"
+    counts += f" ({len(otherwise)} of them otherwise: look at these)" if otherwise else ""
     skipped = f", {len(cells) - len(ran)} skipped" if len(cells) > len(ran) else ""
     click.echo(f"beside {baseline}: {len(ran)} runs, {counts}{skipped}", err=err)
 

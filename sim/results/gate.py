@@ -18,6 +18,8 @@ Alone = Callable[[str, Result], Verdict]
 class Cell(msgspec.Struct, frozen=True, kw_only=True):
     """One run and its verdict. `better` says what it does better than the baseline, `as_before` that it is bad in both.
 
+    `otherwise` has reasons for being as bad that the baseline has not: no verdict, but somebody should look.
+
     `skipped`: the tier can't run it, which is no verdict at all.
     """
 
@@ -25,6 +27,7 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
     verdict: Verdict
     better: tuple[str, ...] = ()
     as_before: bool = False
+    otherwise: tuple[str, ...] = ()
     skipped: bool = False
     seconds: float = 0.0
     replay: str = ""
@@ -57,6 +60,7 @@ def _cell(name: str, result: Result | TierError, baseline: Found | None, alone: 
         return Cell(name=name, verdict=inconclusive(f"could not be run: {result}"))
     before = None if baseline is None else baseline.get(name)
     better: tuple[str, ...] = ()
+    otherwise: tuple[str, ...] = ()
     if isinstance(before, TierError):
         verdict = inconclusive(f"the baseline could not be run: {before}")
     elif before is None:
@@ -64,8 +68,11 @@ def _cell(name: str, result: Result | TierError, baseline: Found | None, alone: 
     else:
         found = change(before, result)
         verdict, better = _beside(found.worse, found.unclear, result), found.better
+        otherwise = found.otherwise
     bad = verdict.status != "fail" and before is not None and alone(name, result).status == "fail"
-    return Cell(name=name, verdict=verdict, better=better, as_before=bad, seconds=result.seconds, replay=result.replay)
+    return Cell(
+        name=name, verdict=verdict, better=better, as_before=bad, otherwise=otherwise, seconds=result.seconds, replay=result.replay
+    )
 
 
 def _beside(worse: tuple[str, ...], unclear: tuple[str, ...], result: Result) -> Verdict:

@@ -49,6 +49,7 @@ def _add(suite: ET.Element, group: str, cell: Cell, tag: str) -> None:
             inner.set("type", "inconclusive")
         inner.text = _plain("\n".join(part for part in (*cell.verdict.reasons, cell.replay) if part))
     notes = ["as bad as in the baseline"] if cell.as_before else []
+    notes += [f"as bad, but otherwise: {text}" for text in cell.otherwise]
     notes += [f"better than the baseline: {text}" for text in cell.better]
     if notes:
         ET.SubElement(case, "system-out").text = _plain("\n".join([*notes, cell.replay]))

@@ -5,6 +5,7 @@ Better is said and never fails. What a tier could not see on one of both sides i
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -21,11 +22,16 @@ _UNDER_TEST = ("release", "decode_release", "overrides", "expect")
 
 
 class Change(msgspec.Struct, frozen=True, kw_only=True):
-    """How a run differs from its baseline: what is worse, what is better, and what can no longer be told."""
+    """How a run differs from its baseline: what is worse, what is better, and what can no longer be told.
+
+    `otherwise`: it is as bad as before, and for these reasons that the baseline has not. Which of several comes first may be up
+    to timing, so that is no verdict, but somebody should look.
+    """
 
     worse: tuple[str, ...] = ()
     better: tuple[str, ...] = ()
     unclear: tuple[str, ...] = ()
+    otherwise: tuple[str, ...] = ()
 
 
 def change(before: Result, now: Result) -> Change:
@@ -42,10 +48,25 @@ def change(before: Result, now: Result) -> Change:
         worse=tuple(text for kind, text in told if kind == "worse"),
         better=tuple(text for kind, text in told if kind == "better"),
         unclear=tuple(text for kind, text in told if kind == "unclear"),
+        otherwise=tuple(_otherwise(before, now)),
     )
 
 
 Told = tuple[str, str]
+_DIED = re.compile(r" died: (\w+):")
+
+
+def _otherwise(before: Result, now: Result) -> Iterator[str]:
+    """Reasons of a bad outcome that the same outcome of the baseline has not."""
+    if now.outcome == before.outcome and now.outcome not in GOOD:
+        known = _reasons(before)
+        yield from (f"{reason}, not so in the baseline" for reason in _reasons(now) if reason not in known)
+
+
+def _reasons(result: Result) -> list[str]:
+    """Kinds of finding, those of a crash by the class of what was raised."""
+    found = ((each.kind, _DIED.search(each.text) if each.kind == "crash" else None) for each in result.findings)
+    return list(dict.fromkeys(f"{kind} by {died[1]}" if died else kind for kind, died in found))
 
 
 def _outcomes(before: Result, now: Result) -> Iterator[Told]:

@@ -9,8 +9,10 @@ import pytest
 
 from kvcover import InputError, Result, TierError, build, judge_run, run
 from kvcover.sim.results.gate import Cell, cells_of, verdict_of
+from kvcover.sim.results.junit import junit
 from kvcover.sim.results.regress import by_pairing, change, refuse_other_matrix
-from kvcover.sim.results.result import OUTCOMES
+from kvcover.sim.results.result import OUTCOMES, Finding
+from kvcover.sim.results.verdict import PASS
 
 GOOD = run(build({"release": "0.33.0", "model": "layers=1,mla=8", "decode": {"tp": 2}}))
 
@@ -38,6 +40,26 @@ def test_an_outcome_further_down_the_list_is_worse_and_one_further_up_is_better(
     found = change(but(outcome=before), but(outcome=now))
     worse = OUTCOMES.index(now) > OUTCOMES.index(before)
     assert (bool(found.worse), bool(found.better)) == (worse, not worse)
+
+
+def test_as_bad_for_another_reason_is_said_and_is_no_verdict() -> None:
+    """Which rank dies, and of what text, is up to timing; of what class somebody should know."""
+
+    def crash(*raised: str) -> Result:
+        findings = [Finding(kind="crash", text=f"P{rank} died: {text}", causes=[]) for rank, text in enumerate(raised)]
+        return but(outcome="crash", findings=findings)
+
+    before = crash("TransferError: transfer timeout", "KeyError: 3")
+    assert change(before, crash("KeyError: 7")).otherwise == ()
+    found = change(before, crash("TransferError: x", "AssertionError: "))
+    assert found.otherwise == ("crash by AssertionError, not so in the baseline",)
+    assert not found.worse and not found.unclear
+    hangs = [but(outcome="hang", findings=[Finding(kind=kind, text="", causes=[])]) for kind in ("never-told", "dead-port")]
+    assert change(*hangs).otherwise == ("dead-port, not so in the baseline",)
+    assert change(before, but()).otherwise == () == change(but(), before).otherwise
+    [cell] = cells_of({"a": crash("AssertionError: ")}, {"a": before}, lambda name, result: judge_run(result))
+    assert cell.otherwise and cell.as_before and cell.verdict.status != "fail"
+    assert "as bad, but otherwise: crash by AssertionError" in junit("x", [cell], PASS)
 
 
 WORSE: dict[str, dict[str, Any]] = {
