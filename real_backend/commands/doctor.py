@@ -43,6 +43,6 @@ def command(
         click.echo(json.dumps({"tier": tier, "ready": judged.passed, "lines": [dataclasses.asdict(line) for line in lines]}))
     else:
         for line in lines:
-            click.echo(str(line))
+            click.echo(line.line(tier))
         click.echo(judged.text or f"the {tier} tier can run here")
     sys.exit(judged.exit_code)

@@ -50,8 +50,10 @@ class Look:
     how: str = ""
     tiers: tuple[str, ...] = ()
 
-    def __str__(self) -> str:
-        return f"{self.state:8} {self.name:16} {self.text}" + (f" → {self.how}" if self.how else "")
+    def line(self, tier: str) -> str:
+        """What stands of it where one tier is asked for; how to get what that tier does without is no advice."""
+        how = self.how if self.state == "ok" or tier in self.tiers else f"the {tier} tier does without"
+        return f"{self.state:8} {self.name:16} {self.text}" + (f" → {how}" if self.how else "")
 
 
 @dataclass(frozen=True, slots=True)

@@ -256,7 +256,8 @@ def _show_remedies(out: Console, told: Remedies) -> None:
         if len(found) > _MOST_REMEDIES:
             out.print(f"{len(found) - _MOST_REMEDIES} more that {effect.removesuffix('s')}: --json")
     if not any(remedy.effect == "heals" for remedy in told.found):
-        out.print("nothing found heals it" if told.pairs else "nothing heals it alone; pairs are tried with --budget SECONDS")
+        here = "nothing found heals it" if told.pairs else "nothing heals it alone; pairs are tried with --budget SECONDS"
+        out.print(f"{here}; other releases, routers and sizes by `kvcover diagnose`", soft_wrap=True)
 
 
 def _engine(letter: str, size: dict[str, int]) -> str:

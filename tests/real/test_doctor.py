@@ -145,6 +145,15 @@ def test_confirm_needs_two_connectors_and_run_does_not(tmp_path: Path, monkeypat
     assert (line(examine(asked), "two vLLMs").state, line(examine(asked), "two vLLMs").text) == ("ok", "0.26.0, 0.27.0")
 
 
+def test_what_the_tier_does_without_is_no_advice(mi300: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever asks for the hardware tier in an image must not be told to install the connector extra over it."""
+    monkeypatch.setattr(doctor, "_version", {"amd-mori": "1.2.4", "vllm": "0.33.0"}.get)
+    extra, mori = (line(examine(Place(mi300)), name) for name in ("connector extra", "mori"))
+    assert "pip install" in extra.line("connector")
+    assert "pip" not in extra.line("hardware") and extra.line("hardware").endswith("→ the hardware tier does without")
+    assert mori.line("hardware") == f"ok       mori             {mori.text}"
+
+
 def test_a_peer_that_listens_and_one_that_does_not() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         peer = f"127.0.0.1:{listener.getsockname()[1]}"
