@@ -22,7 +22,7 @@ from kvcover.faults.params import KEY_KINDS
 from kvcover.real_backend.machine import doctor, vllm_tests
 from kvcover.sim.cli import main
 from kvcover.sim.errors import TierError
-from kvcover.sim.results.result import GOOD, OUTCOMES, FaultFired
+from kvcover.sim.results.result import GOOD, OUTCOMES, FaultFired, Finding
 from kvcover.sim.results.verdict import PASS, Verdict, fail, inconclusive, judge_expected, judge_run, together
 from kvcover.sim.scenario.scenario import Scenario
 from kvcover.sim.search import corpus
@@ -176,6 +176,19 @@ def test_an_expected_end_leaves_every_other_demand(outcome: str, broken: str) ->
 def test_what_was_asked_for_must_run_and_what_was_drawn_need_not(fields: dict[str, Any], drawn: str, asked: str) -> None:
     found = Exploration(**fields)
     assert (found.verdict(whole=False).status, found.verdict(whole=True).status) == (drawn, asked)
+
+
+@pytest.mark.parametrize("named", [{"coverage": 0.0}, {"told": ()}, {"by_rank": (0.0,)}, {"outcome": "crash"}])
+def test_what_broken_code_leaves_undone_is_not_what_was_expected(named: dict[str, Any]) -> None:
+    """A connector with a misspelt name delivers nothing, as the fault that a scenario expects."""
+    crash = run(build({"release": "0.33.0", "model": MLA, "prompt_tokens": 16, "faults": ["drop:do_remote_decode@prefill"]}))
+    rank = msgspec.structs.replace(crash.by_rank[0], coverage=0.0)
+    sets = msgspec.structs.replace(crash.sets, told=[])
+    dead = msgspec.structs.replace(crash, outcome="crash", by_request=["crash"], coverage=0.0, by_rank=[rank], sets=sets)
+    misspelt = Finding(kind="broken", text="P0: NameError in start_load_kv: x", causes=[])
+    expect = Expect(**named)
+    assert judge_run(msgspec.structs.replace(dead, findings=[]), expect, check=False).passed
+    assert judge_run(msgspec.structs.replace(dead, findings=[misspelt]), expect, check=False).status == "inconclusive"
 
 
 def test_nothing_at_all_is_no_pass() -> None:

@@ -323,6 +323,22 @@ def test_compare_marks_what_differs(tmp_path: Path) -> None:
     assert done.returncode == 1 and "≠ decode" in done.stdout
 
 
+@pytest.mark.parametrize("change", ["by_request", "checks"])
+def test_compare_sees_what_one_request_and_one_check_came_to(tmp_path: Path, change: str) -> None:
+    """All else is alike: neither a request that fared worse nor a race is `no difference in what was seen`."""
+    result = run(build(sides(2, 2)))
+    other = result.to_dict()
+    if change == "checks":
+        other["checks"] = [each | ({"verdict": "fail"} if each["name"] == "no-race" else {}) for each in other["checks"]]
+    else:
+        other["by_request"] = ["recomputed"]
+    files = [tmp_path / "one.json", tmp_path / "two.json"]
+    files[0].write_text(result.to_json())
+    files[1].write_text(json.dumps(other))
+    done = command("compare", *map(str, files), "--check")
+    assert done.returncode == 1 and ("≠ no-race" if change == "checks" else "≠ by_request") in done.stdout
+
+
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"schema": 1}', "{}\n{}"])
 def test_what_is_no_result_is_refused(tmp_path: Path, text: str) -> None:
     file = tmp_path / "x.json"
