@@ -20,6 +20,8 @@ from kvcover import Expect, Result, build, run
 from kvcover.faults.events import EVENT_KINDS
 from kvcover.faults.params import KEY_KINDS
 from kvcover.real_backend.machine import doctor, vllm_tests
+from kvcover.real_backend.machine.hashes import KNOWN
+from kvcover.real_backend.machine.trees import Tree
 from kvcover.sim.cli import main
 from kvcover.sim.errors import TierError
 from kvcover.sim.results.result import GOOD, OUTCOMES, FaultFired, Finding
@@ -247,10 +249,16 @@ ON_TIER = {
 }  # fmt: skip
 
 
+def stock(release: str) -> Tree:
+    """A release as it would be if it were here; nothing of it runs."""
+    return Tree(None, release, "cache", tuple(KNOWN[release].items()))
+
+
 def on_tier(name: str, spoil: Spoil | None, hit: int | None, more: Sequence[str] = ()) -> tuple[int, str]:
     spoilt = mock.patch.multiple(SPOILT, spoil=spoil, hit=hit)
     reports = mock.patch.object(corpus, "load_corpus", return_value=REPORTS)  # read once
-    with mock.patch.dict(TIERS, connector=f"{__name__}:SPOILT"), spoilt, reports:
+    trees = mock.patch("kvcover.real_backend.evidence.confirm.trees_of", lambda _tier, scenario, vllm: (stock(vllm or scenario.release),) * 2)
+    with mock.patch.dict(TIERS, connector=f"{__name__}:SPOILT"), spoilt, reports, trees:
         return call([*ON_TIER[name], "--tier", "connector", *more])
 
 
