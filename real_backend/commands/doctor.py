@@ -37,7 +37,7 @@ def command(
         raise TierError("--tier", f"no tier {tier!r}", nearest(tier, TIERS))
     if peer is not None:
         parse_peer(peer)
-    lines = examine(Place(peer=peer, transport=transport, purpose=purpose))
+    lines = examine(Place(peer=peer, transport=transport, purpose=purpose, imports=tier != "model"))
     judged = verdict(lines, tier)
     if as_json:
         click.echo(json.dumps({"tier": tier, "ready": judged.passed, "lines": [dataclasses.asdict(line) for line in lines]}))
