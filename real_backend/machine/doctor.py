@@ -1,6 +1,6 @@
 """Can a tier run here? Each check looks at one thing, says what it found and, if it is missing, how to get it.
 
-Files, package metadata and sockets say most of it and take no time. Only `Place.imports` has libraries imported, by another process.
+Files, package metadata and sockets say most of it and take no time. Only `Place.imports` has libraries imported, elsewhere.
 """
 
 from __future__ import annotations

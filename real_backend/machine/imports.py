@@ -1,4 +1,4 @@
-"""What is installed may not work: only an import tells whether a library is there too. It takes seconds, in a process of its own."""
+"""What is installed may not work: only an import tells. It takes seconds, in a process of its own."""
 
 from __future__ import annotations
 

@@ -166,7 +166,8 @@ def caught(result: Result, effects: tuple[str, ...] = ("caught and logged",)) ->
     for each in told if isinstance(told, list) else []:
         if isinstance(each, dict) and each.get("effect") in effects:
             error = " ".join(f"{each.get('error')}: {each.get('text')}".split())
-            who.setdefault(f"{error[:200]} ({each.get('place')}), {each['effect']}", []).append(str(each.get("rank")))
+            effect = "" if each["effect"] == "raised" else f", {each['effect']}"
+            who.setdefault(f"{error[:200]} ({each.get('place')}){effect}", []).append(str(each.get("rank")))
     return [f"{', '.join(dict.fromkeys(ranks))} raised {what}" for what, ranks in who.items()]
 
 

@@ -257,7 +257,9 @@ def stock(release: str) -> Tree:
 def on_tier(name: str, spoil: Spoil | None, hit: int | None, more: Sequence[str] = ()) -> tuple[int, str]:
     spoilt = mock.patch.multiple(SPOILT, spoil=spoil, hit=hit)
     reports = mock.patch.object(corpus, "load_corpus", return_value=REPORTS)  # read once
-    trees = mock.patch("kvcover.real_backend.evidence.confirm.trees_of", lambda _tier, scenario, vllm: (stock(vllm or scenario.release),) * 2)
+    trees = mock.patch(
+        "kvcover.real_backend.evidence.confirm.trees_of", lambda _tier, scenario, vllm: (stock(vllm or scenario.release),) * 2
+    )
     with mock.patch.dict(TIERS, connector=f"{__name__}:SPOILT"), spoilt, reports, trees:
         return call([*ON_TIER[name], "--tier", "connector", *more])
 

@@ -102,7 +102,7 @@ def _refuse_to_register() -> None:
     exec(compile(source, "/usr/lib/python3/dist-packages/mori/io/engine.py", "exec"), {})
 
 
-def _fail(error: Exception) -> Callable[[], None]:
+def _fail(error: BaseException) -> Callable[[], None]:
     def act() -> None:
         raise error
 
@@ -121,12 +121,13 @@ def _fail(error: Exception) -> Callable[[], None]:
         (lambda: ctypes.CDLL("libno_such_library.so"), "OSError"),
         (_refuse_to_register, "RuntimeError: ibv_reg_mr"),
         (_fail(MemoryError()), "MemoryError"),
+        (_fail(SystemExit(0)), "SystemExit: 0"),
         (_fail(OSError(errno.EMFILE, "Too many open files")), "OSError"),
         (_fail(OSError(errno.ENOSPC, "No space left on device")), "OSError"),
     ],
 )
 def test_an_error_that_no_protocol_makes_is_told_from_the_connector_s_own(act: Callable[[], None], named: str) -> None:
-    with pytest.raises(Exception) as raised:  # noqa: PT011
+    with pytest.raises(BaseException) as raised:  # noqa: PT011
         act()
     assert what_is_broken(raised.value).startswith(named)
 
