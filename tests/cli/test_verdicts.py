@@ -64,6 +64,8 @@ NOTHING_SHOWN: list[tuple[list[str], int]] = [
     (["run", "--release", "0.27.0", "--mode", "read", "--set", 'expect={"outcome":"corrupt"}', "--check"], 1),  # and a race
     (["run", "--decode-release", "", "--check"], 2),
     (["run", "/dev/null", "--check"], 2),
+    (["matrix", "--release", "0.26.0", "--prefill", "2", "--decode", "2", "--mode", "write", "--baseline", "0.26.0", "--check"], 2),
+    (["corpus", "vllm#47764", "--release", "0.26.0", "--baseline", "0.26.0", "--check"], 2),
     (["matrix", "--prefill", "1", "--decode", "2", "--mode", "write", "--fault", "late-rank:D0,ms=3", "--check"], 1),
     (["run", "--fault", "abort:0,at=before", "--check"], 3),  # nothing moved
     (["matrix", "--release", "reference", "--set", "prefill.pp=2", "--prefill", "1,2", "--decode", "1,2", "--check"], 3),
