@@ -37,12 +37,16 @@ def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> pytest.Col
 
 
 def _may_expect(path: Path) -> bool:
-    """Whether a file is a scenario with an `expect`, or can't be read and looks like one: then its test says what is wrong."""
+    """Whether a file is a scenario with an `expect`, or looks like one: then its test says what is wrong."""
+    from difflib import get_close_matches
+
     from kvcover.sim.errors import InputError
-    from kvcover.sim.scenario.scenario import load
+    from kvcover.sim.scenario.scenario import Scenario, load
 
     try:
-        return "expect" in load(path)
+        data = load(path)
+        odd = [name for name in data if name not in Scenario.__struct_fields__]
+        return "expect" in data or (0 < len(odd) < len(data) and bool(get_close_matches("expect", odd, cutoff=0.75)))
     except InputError:
         try:
             with open(path, "rb") as file:

@@ -18,7 +18,7 @@ _SHOWN = 3
 @click.argument("first", metavar="A")
 @click.argument("second", metavar="B")
 @click.option("--all", "everything", is_flag=True, help="Show what is equal as well.")
-@click.option("--check", is_flag=True, help="Exit with 1 if they differ in outcome, coverage or sets.")
+@click.option("--check", is_flag=True, help="Exit with 1 if they differ in outcome, coverage, sets or checks.")
 def command(first: str, second: str, everything: bool, check: bool) -> None:
     """Put two results of `kvcover run -o FILE` side by side; ≠ marks what differs. Of two matrices, cell by cell.
 

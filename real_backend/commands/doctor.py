@@ -37,12 +37,12 @@ def command(
         raise TierError("--tier", f"no tier {tier!r}", nearest(tier, TIERS))
     if peer is not None:
         parse_peer(peer)
-    lines = examine(Place(peer=peer, transport=transport, purpose=purpose))
+    lines = examine(Place(peer=peer, transport=transport, purpose=purpose, imports=tier != "model"))
     judged = verdict(lines, tier)
     if as_json:
         click.echo(json.dumps({"tier": tier, "ready": judged.passed, "lines": [dataclasses.asdict(line) for line in lines]}))
     else:
         for line in lines:
-            click.echo(str(line))
+            click.echo(line.line(tier))
         click.echo(judged.text or f"the {tier} tier can run here")
     sys.exit(judged.exit_code)

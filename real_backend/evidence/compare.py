@@ -12,7 +12,7 @@ from kvcover.sim.results.regress import pairing
 from kvcover.sim.results.result import Result
 
 _FIELDS = ("tier", "release", "decode_release", "mode", "model", "router", "prefill", "decode", "outcome", "coverage",
-           "coverage_end", "wrong", "stray")  # fmt: skip
+           "by_request", "coverage_end", "wrong", "stray")  # fmt: skip
 _SETS = ("needed", "written", "told", "prefill_told", "prefill_released")
 WHAT_RAN = ("tier", "release", "decode_release", "router", "findings")
 
@@ -76,5 +76,8 @@ def _lines(first: Mapping[str, Any], second: Mapping[str, Any]) -> Iterator[Line
     fired = [{each["fault"]: each["fired"] for each in result.get("faults", ())} for result in (first, second)]
     for fault in dict.fromkeys([*fired[0], *fired[1]]):
         yield Line(f"fired {fault}", *(bool(each[fault]) if fault in each else None for each in fired))
+    verdicts = [{each["name"]: each["verdict"] for each in result.get("checks", ())} for result in (first, second)]
+    for check in dict.fromkeys([*verdicts[0], *verdicts[1]]):
+        yield Line(check, *(None if (told := each.get(check)) == "unknown" else told for each in verdicts))
     kinds = [sorted({finding["kind"] for finding in result.get("findings", ())}) for result in (first, second)]
     yield Line("findings", *kinds)

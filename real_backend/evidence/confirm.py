@@ -18,13 +18,14 @@ from kvcover.real_backend.machine.environment import environment
 from kvcover.real_backend.machine.trees import Tree, choose
 from kvcover.sim.errors import InputError, short
 from kvcover.sim.releases.records import ALIASES, RELEASES
-from kvcover.sim.results.result import GOOD, OUTCOMES, Result, raced
+from kvcover.sim.results.result import GOOD, OUTCOMES, Result, caught, raced
 from kvcover.sim.results.verdict import judge_run
 from kvcover.sim.scenario.routers import get_router
 from kvcover.sim.scenario.scenario import Scenario, build
 from kvcover.sim.tiers import Tier, load_tier
 
 CONFIRMED, NOT_CONFIRMED, INCONCLUSIVE = "CONFIRMED", "NOT CONFIRMED", "INCONCLUSIVE"
+_RAISED, _MOST_RAISED = ("raised", "caught and logged"), 2
 PREDICTED, NOT_PREDICTED = "PREDICTED", "NOT PREDICTED"
 EXIT_CODES = {CONFIRMED: 0, PREDICTED: 0, NOT_CONFIRMED: 1, NOT_PREDICTED: 1, INCONCLUSIVE: 3}
 
@@ -222,7 +223,8 @@ def judge(before: Result, after: Result, expected: Expected | None) -> tuple[str
     if not now.passed:
         found = after.findings[0].text if after.findings and after.outcome not in GOOD else now.text
         return NOT_CONFIRMED, f"{_said(after)} still after ({found})"
-    return CONFIRMED, f"{_said(before)} before{f', as {expected.source} says' if expected else ''}, {_said(after)} after"
+    raised = "".join(f"; before, {line}" for line in caught(before, _RAISED)[:_MOST_RAISED])
+    return CONFIRMED, f"{_said(before)} before{f', as {expected.source} says' if expected else ''}, {_said(after)} after{raised}"
 
 
 def _shows_nothing(result: Result) -> str:

@@ -122,4 +122,5 @@ def _about(tree: Tree) -> dict[str, Any]:
 def _doctor(tier: str) -> str:
     lines = examine(Place(transport=transport()))
     short = ", ".join(line.name for line in lacking(lines, tier))
-    return "\n".join([*map(str, lines), f"the {tier} tier " + (f"needs {short}" if short else "can run here")]) + "\n"
+    end = f"the {tier} tier " + (f"needs {short}" if short else "can run here")
+    return "\n".join([*(line.line(tier) for line in lines), end]) + "\n"

@@ -63,7 +63,8 @@ def what_is_broken(error: BaseException) -> str:
     """Say which error, this one or a cause of it, is of a kind that no protocol makes; empty if there is none.
 
     A name that is nowhere, a module or a part of one that is missing, no memory, a file or device of the machine, a region
-    that MoRI won't register. A KeyError, an AssertionError, a variable that this path never set are the connector's own.
+    that MoRI won't register, an exit, as no release of the connector exits. A KeyError, an AssertionError, a variable that
+    this path never set are the connector's own.
     """
     each: BaseException | None = error
     while each is not None:
@@ -72,7 +73,7 @@ def what_is_broken(error: BaseException) -> str:
         number = getattr(each, "errno", None)
         machine = number in _MACHINE or (isinstance(each, OSError) and number is None and type(each) is OSError)  # dlopen's
         machine |= isinstance(each, MemoryError) or type(each).__name__ == "OutOfMemoryError"  # torch's is a RuntimeError
-        if missing or machine or isinstance(each, (ImportError, SyntaxError)) or _registration_refused(each):
+        if missing or machine or isinstance(each, (ImportError, SyntaxError, SystemExit)) or _registration_refused(each):
             return f"{type(each).__name__}: {each}"
         each = each.__cause__
     return ""

@@ -1,6 +1,6 @@
 """Can a tier run here? Each check looks at one thing, says what it found and, if it is missing, how to get it.
 
-Nothing is imported that a check asks about: files, package metadata and sockets are enough, so that it takes no time.
+Files, package metadata and sockets say most of it and take no time. Only `Place.imports` has libraries imported, elsewhere.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
+from kvcover.real_backend.machine.imports import NAMES, broken
 from kvcover.real_backend.machine.room import lacks
 from kvcover.real_backend.machine.trees import cache, installed, trees
 from kvcover.sim.errors import InputError, TierError
@@ -50,21 +51,24 @@ class Look:
     how: str = ""
     tiers: tuple[str, ...] = ()
 
-    def __str__(self) -> str:
-        return f"{self.state:8} {self.name:16} {self.text}" + (f" → {self.how}" if self.how else "")
+    def line(self, tier: str) -> str:
+        """What stands of it where one tier is asked for; how to get what that tier does without is no advice."""
+        how = self.how if self.state == "ok" or tier in self.tiers else f"the {tier} tier does without"
+        return f"{self.state:8} {self.name:16} {self.text}" + (f" → {how}" if self.how else "")
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
     """What is examined: the machine under `root`, a peer `host:port` if there is one, for MoRI over one transport.
 
-    `purpose` is the command that is to run: `confirm` needs two vLLMs.
+    `purpose` is the command that is to run: `confirm` needs two vLLMs. `imports`: try those of a real tier too, some seconds.
     """
 
     root: Path = Path("/")
     peer: str | None = None
     transport: Literal["rdma", "xgmi"] = "rdma"
     purpose: Literal["run", "confirm"] = "run"
+    imports: bool = False
 
     def read(self, path: str) -> str | None:
         """Return a small file's text without its ends, None if it isn't there."""
@@ -133,6 +137,18 @@ def _connector_extra(place: Place) -> Iterator[Look]:
         yield Look("connector extra", "missing", f"no {shown}", "pip install 'kvcover[connector]'", _LOOPBACK)
     else:
         yield Look("connector extra", "ok", f"{len(names)} packages, torch {_version('torch')}", tiers=_LOOPBACK)
+
+
+def _imports(place: Place) -> Iterator[Look]:
+    """Of what is installed; what is not, another check says."""
+    there = tuple(name for name in NAMES if find_spec(name) is not None) if place.imports else ()
+    if not there:
+        return
+    needed = (*_LOOPBACK, *_HARDWARE)
+    if failed := broken(there):
+        yield Look("imports", "missing", "; ".join(failed), "mend or reinstall what is named", needed)
+    else:
+        yield Look("imports", "ok", ", ".join(there), tiers=needed)
 
 
 def _trees(place: Place) -> Iterator[Look]:
@@ -345,6 +361,7 @@ CHECKS: tuple[Callable[[Place], Iterator[Look]], ...] = (
     _own_packages,
     _system,
     _connector_extra,
+    _imports,
     _trees,
     _two_vllms,
     _memory_of_peers,

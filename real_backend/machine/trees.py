@@ -199,7 +199,8 @@ def installed() -> Tree:
     """The vLLM of this environment. Raises TierError if there is none, or one without the connector."""
     spec = importlib.util.find_spec("vllm")
     if spec is None or not spec.submodule_search_locations:
-        raise TierError("--vllm", "no vLLM is installed in this environment", "use `kvcover vllm add 0.27.0`")
+        hint = "use an image of vLLM, or --vllm 0.27.0 after `kvcover vllm add 0.27.0`"
+        raise TierError("--vllm", "no vLLM is installed in this environment", hint)
     folder = Path(next(iter(spec.submodule_search_locations))).parent
     check_tree(folder)
     try:

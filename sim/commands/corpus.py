@@ -6,7 +6,15 @@ from typing import TYPE_CHECKING
 
 import click
 
-from kvcover.sim.commands.gating import baseline_option, check_outputs, conclude_lost, junit_option, show_gate, write_junit
+from kvcover.sim.commands.gating import (
+    baseline_option,
+    check_outputs,
+    conclude_lost,
+    junit_option,
+    refuse_both,
+    show_gate,
+    write_junit,
+)
 from kvcover.sim.commands.options import conclude, progress_option, tier_option, write_output
 from kvcover.sim.errors import InputError
 
@@ -50,6 +58,7 @@ def command(
     NAME is the id of a report, such as vllm#47764; with names, each report is shown in full. With --baseline the exit code is 1
     if a run is worse than in the baseline, 3 if that can't be told of all, else 0.
     """
+    refuse_both(baseline, check)
     check_outputs(output, junit, baseline)
     import msgspec
 

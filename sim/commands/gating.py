@@ -29,6 +29,12 @@ def baseline_option(what: str, metavar: str = "FILE|R") -> Callable[..., Any]:
     return click.option("--baseline", metavar=metavar, help=what)
 
 
+def refuse_both(baseline: str | None, check: bool) -> None:
+    """Raise InputError if --baseline and --check are given: the one passes what is bad in both, the other fails on it."""
+    if baseline is not None and check:
+        raise InputError("--check", "fails on all that is bad, and --baseline only on what is worse", "leave out one of the two")
+
+
 def check_outputs(output: str | None, junit: str | None, *inputs: object) -> None:
     """Complain before a long run about files that can't be written, are read by it, or are one and the same."""
     check_output(output, *inputs)

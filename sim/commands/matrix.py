@@ -6,7 +6,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvcover.sim.commands.gating import baseline_option, check_outputs, conclude_lost, junit_option, show_gate, write_junit
+from kvcover.sim.commands.gating import (
+    baseline_option,
+    check_outputs,
+    conclude_lost,
+    junit_option,
+    refuse_both,
+    show_gate,
+    write_junit,
+)
 from kvcover.sim.commands.options import (
     build_scenario,
     conclude,
@@ -43,6 +51,7 @@ def command(mode: str, prefill: str, decode: str, markdown: bool, baseline: str 
     sizes = {"prefill": tp_list("--prefill", prefill), "decode": tp_list("--decode", decode)}
     data = scenario_data(None, options)
     _reject_axes(data)
+    refuse_both(baseline, options["check"])
     check_outputs(options["output"], junit, data.get("model"), data.get("router"), baseline)
     from kvcover.sim.search.matrix import pairings
 

@@ -159,6 +159,18 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
         return built
 
 
+def caught(result: Result, effects: tuple[str, ...] = ("caught and logged",)) -> list[str]:
+    """Errors that a real run's ranks and engines raised, one line each with who raised it. Those not caught are findings, too."""
+    told = (result.backend or {}).get("tracebacks")
+    who: dict[str, list[str]] = {}
+    for each in told if isinstance(told, list) else []:
+        if isinstance(each, dict) and each.get("effect") in effects:
+            error = " ".join(f"{each.get('error')}: {each.get('text')}".split())
+            effect = "" if each["effect"] == "raised" else f", {each['effect']}"
+            who.setdefault(f"{error[:200]} ({each.get('place')}){effect}", []).append(str(each.get("rank")))
+    return [f"{', '.join(dict.fromkeys(ranks))} raised {what}" for what, ranks in who.items()]
+
+
 def raced(checks: list[Check]) -> bool:
     """Whether a race was found; not seen is not found."""
     return any(check.name == "no-race" and check.verdict == "fail" for check in checks)

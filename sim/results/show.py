@@ -12,7 +12,7 @@ from rich.text import Text
 
 from kvcover.sim.cache.wrong import WrongCells, in_words
 from kvcover.sim.results.keys import LegKeys, all_in_words
-from kvcover.sim.results.result import GOOD, MEANING, OUTCOMES, RankCoverage, Remedies, Result, raced
+from kvcover.sim.results.result import GOOD, MEANING, OUTCOMES, RankCoverage, Remedies, Result, caught, raced
 from kvcover.sim.results.verdict import judge_cells, together
 
 _STYLE = {"ok": "green", "refused": "cyan", "recomputed": "cyan", "failed": "yellow", "degraded": "yellow",
@@ -195,6 +195,8 @@ def show_result(result: Result) -> None:
     ):  # fmt: skip
         out.print(f"{name:>16}: {_members(members)}")
     show_findings(result)
+    for line in caught(result):
+        out.print(hanging("! ", line + "; -v shows where"))
     for fault in result.faults:
         if not fault.fired:
             out.print(Text(f"! {fault.fault} never fired", style="reverse"))
@@ -256,7 +258,8 @@ def _show_remedies(out: Console, told: Remedies) -> None:
         if len(found) > _MOST_REMEDIES:
             out.print(f"{len(found) - _MOST_REMEDIES} more that {effect.removesuffix('s')}: --json")
     if not any(remedy.effect == "heals" for remedy in told.found):
-        out.print("nothing found heals it" if told.pairs else "nothing heals it alone; pairs are tried with --budget SECONDS")
+        here = "nothing found heals it" if told.pairs else "nothing heals it alone; pairs are tried with --budget SECONDS"
+        out.print(f"{here}; other releases, routers and sizes by `kvcover diagnose`", soft_wrap=True)
 
 
 def _engine(letter: str, size: dict[str, int]) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from kvcover.sim.cache.presets import resolve_model
 from kvcover.sim.errors import InputError, nearest
 from kvcover.sim.kernel.clock import stream
 from kvcover.sim.releases.records import NEWEST, get_release
@@ -102,6 +103,7 @@ def check_pins(pins: Mapping[str, Any]) -> None:
         get_release(release, place).overridden(built.overrides)
     get_router(built.router, built.release)
     get_fabric(built.fabric)
+    resolve_model(built.model)
 
 
 def features_of(names: Iterable[str] | None, full: bool, faults: bool) -> tuple[str, ...]:

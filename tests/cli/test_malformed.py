@@ -146,6 +146,7 @@ def put(*fields: str) -> list[str]:
 
 COMMANDS: list[Case] = [
     (["rnu"], ["'rnu'", "did you mean 'run'"]),
+    (["explore", "--seeds", "2", "--model", "mistral"], ["model", "'mistral'", "choose from", "deepseek-v3"]),
     (["simulate"], ["'simulate'", "choose from", "matrix", "run"]),
     ([""], ["''", "choose from", "run"]),
     (["--versoin"], ["--versoin", "no such option", "'--version'"]),

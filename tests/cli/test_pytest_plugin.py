@@ -22,6 +22,7 @@ FILES = {
     '"expect": {"outcome": "corrupt", "coverage": 0.5}}',
     "moot.toml": GOOD + 'faults = ["drop:nokey"]\n',
     "misspelt.toml": GOOD.replace("release", "relase"),
+    "expcet.toml": GOOD.replace("expect", "expcet"),
     "broken.toml": GOOD + "[\n",
     "silent.toml": 'release = "0.26.0"\nprefill = {tp = 2}\n',
     "pyproject.toml": '[project]\nname = "x"\n',
@@ -59,7 +60,7 @@ def test_files_that_expect_something_are_tests(tmp_path: Path) -> None:
     for name, text in FILES.items():
         (tmp_path / name).write_text(text)
     done = in_pytest(tmp_path, "--kvcover")
-    bad = dict.fromkeys(("bad.toml", "moot.toml", "misspelt.toml", "broken.toml"), "FAILED")
+    bad = dict.fromkeys(("bad.toml", "moot.toml", "misspelt.toml", "expcet.toml", "broken.toml"), "FAILED")
     assert verdicts(done) == {"good.toml": "PASSED", "known.json": "PASSED", **bad}
     assert "fail: expected coverage 1, got " in done.stdout
     assert "inconclusive: a planned fault never fired" in done.stdout

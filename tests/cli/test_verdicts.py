@@ -20,9 +20,11 @@ from kvcover import Expect, Result, build, run
 from kvcover.faults.events import EVENT_KINDS
 from kvcover.faults.params import KEY_KINDS
 from kvcover.real_backend.machine import doctor, vllm_tests
+from kvcover.real_backend.machine.hashes import KNOWN
+from kvcover.real_backend.machine.trees import Tree
 from kvcover.sim.cli import main
 from kvcover.sim.errors import TierError
-from kvcover.sim.results.result import GOOD, OUTCOMES, FaultFired
+from kvcover.sim.results.result import GOOD, OUTCOMES, FaultFired, Finding
 from kvcover.sim.results.verdict import PASS, Verdict, fail, inconclusive, judge_expected, judge_run, together
 from kvcover.sim.scenario.scenario import Scenario
 from kvcover.sim.search import corpus
@@ -62,6 +64,8 @@ NOTHING_SHOWN: list[tuple[list[str], int]] = [
     (["run", "--release", "0.27.0", "--mode", "read", "--set", 'expect={"outcome":"corrupt"}', "--check"], 1),  # and a race
     (["run", "--decode-release", "", "--check"], 2),
     (["run", "/dev/null", "--check"], 2),
+    (["matrix", "--release", "0.26.0", "--prefill", "2", "--decode", "2", "--mode", "write", "--baseline", "0.26.0", "--check"], 2),
+    (["corpus", "vllm#47764", "--release", "0.26.0", "--baseline", "0.26.0", "--check"], 2),
     (["matrix", "--prefill", "1", "--decode", "2", "--mode", "write", "--fault", "late-rank:D0,ms=3", "--check"], 1),
     (["run", "--fault", "abort:0,at=before", "--check"], 3),  # nothing moved
     (["matrix", "--release", "reference", "--set", "prefill.pp=2", "--prefill", "1,2", "--decode", "1,2", "--check"], 3),
@@ -189,6 +193,19 @@ def test_what_showed_nothing_is_counted_by_why() -> None:
     assert found.moot == {"vacuous": 2, "invalid": 1, "skipped": 4, "idle": 2}
 
 
+@pytest.mark.parametrize("named", [{"coverage": 0.0}, {"told": ()}, {"by_rank": (0.0,)}, {"outcome": "crash"}])
+def test_what_broken_code_leaves_undone_is_not_what_was_expected(named: dict[str, Any]) -> None:
+    """A connector with a misspelt name delivers nothing, as the fault that a scenario expects."""
+    crash = run(build({"release": "0.33.0", "model": MLA, "prompt_tokens": 16, "faults": ["drop:do_remote_decode@prefill"]}))
+    rank = msgspec.structs.replace(crash.by_rank[0], coverage=0.0)
+    sets = msgspec.structs.replace(crash.sets, told=[])
+    dead = msgspec.structs.replace(crash, outcome="crash", by_request=["crash"], coverage=0.0, by_rank=[rank], sets=sets)
+    misspelt = Finding(kind="broken", text="P0: NameError in start_load_kv: x", causes=[])
+    expect = Expect(**named)
+    assert judge_run(msgspec.structs.replace(dead, findings=[]), expect, check=False).passed
+    assert judge_run(msgspec.structs.replace(dead, findings=[misspelt]), expect, check=False).status == "inconclusive"
+
+
 def test_nothing_at_all_is_no_pass() -> None:
     assert together([]) == inconclusive("nothing was run")
     assert [verdict.exit_code for verdict in (PASS, fail("x"), inconclusive("x"))] == [0, 1, 3]
@@ -245,10 +262,18 @@ ON_TIER = {
 }  # fmt: skip
 
 
+def stock(release: str) -> Tree:
+    """A release as it would be if it were here; nothing of it runs."""
+    return Tree(None, release, "cache", tuple(KNOWN[release].items()))
+
+
 def on_tier(name: str, spoil: Spoil | None, hit: int | None, more: Sequence[str] = ()) -> tuple[int, str]:
     spoilt = mock.patch.multiple(SPOILT, spoil=spoil, hit=hit)
     reports = mock.patch.object(corpus, "load_corpus", return_value=REPORTS)  # read once
-    with mock.patch.dict(TIERS, connector=f"{__name__}:SPOILT"), spoilt, reports:
+    trees = mock.patch(
+        "kvcover.real_backend.evidence.confirm.trees_of", lambda _tier, scenario, vllm: (stock(vllm or scenario.release),) * 2
+    )
+    with mock.patch.dict(TIERS, connector=f"{__name__}:SPOILT"), spoilt, reports, trees:
         return call([*ON_TIER[name], "--tier", "connector", *more])
 
 

@@ -102,7 +102,7 @@ def _refuse_to_register() -> None:
     exec(compile(source, "/usr/lib/python3/dist-packages/mori/io/engine.py", "exec"), {})
 
 
-def _fail(error: Exception) -> Callable[[], None]:
+def _fail(error: BaseException) -> Callable[[], None]:
     def act() -> None:
         raise error
 
@@ -121,12 +121,13 @@ def _fail(error: Exception) -> Callable[[], None]:
         (lambda: ctypes.CDLL("libno_such_library.so"), "OSError"),
         (_refuse_to_register, "RuntimeError: ibv_reg_mr"),
         (_fail(MemoryError()), "MemoryError"),
+        (_fail(SystemExit(0)), "SystemExit: 0"),
         (_fail(OSError(errno.EMFILE, "Too many open files")), "OSError"),
         (_fail(OSError(errno.ENOSPC, "No space left on device")), "OSError"),
     ],
 )
 def test_an_error_that_no_protocol_makes_is_told_from_the_connector_s_own(act: Callable[[], None], named: str) -> None:
-    with pytest.raises(Exception) as raised:  # noqa: PT011
+    with pytest.raises(BaseException) as raised:  # noqa: PT011
         act()
     assert what_is_broken(raised.value).startswith(named)
 
@@ -321,6 +322,22 @@ def test_compare_marks_what_differs(tmp_path: Path) -> None:
         file.write_text(result.to_json())
     done = command("compare", *map(str, files), "--check")
     assert done.returncode == 1 and "≠ decode" in done.stdout
+
+
+@pytest.mark.parametrize("change", ["by_request", "checks"])
+def test_compare_sees_what_one_request_and_one_check_came_to(tmp_path: Path, change: str) -> None:
+    """All else is alike: neither a request that fared worse nor a race is `no difference in what was seen`."""
+    result = run(build(sides(2, 2)))
+    other = result.to_dict()
+    if change == "checks":
+        other["checks"] = [each | ({"verdict": "fail"} if each["name"] == "no-race" else {}) for each in other["checks"]]
+    else:
+        other["by_request"] = ["recomputed"]
+    files = [tmp_path / "one.json", tmp_path / "two.json"]
+    files[0].write_text(result.to_json())
+    files[1].write_text(json.dumps(other))
+    done = command("compare", *map(str, files), "--check")
+    assert done.returncode == 1 and ("≠ no-race" if change == "checks" else "≠ by_request") in done.stdout
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"schema": 1}', "{}\n{}"])

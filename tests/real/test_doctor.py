@@ -17,6 +17,7 @@ import pytest
 from kvcover.real_backend.machine import doctor
 from kvcover.real_backend.machine.doctor import Look, Place, examine, lacking, parse_peer
 from kvcover.real_backend.machine.hashes import KNOWN
+from kvcover.real_backend.machine.imports import broken
 from kvcover.real_backend.machine.trees import Tree
 from kvcover.sim.errors import InputError
 from tests.real.made_up_trees import hash_made_up, made_up_tree
@@ -143,6 +144,38 @@ def test_confirm_needs_two_connectors_and_run_does_not(tmp_path: Path, monkeypat
     assert {"two vLLMs"} <= {each.name for each in lacking(examine(asked), "hardware")}
     made_up_tree(tmp_path / "cache/vllm/0.26.0", "0.26.0", "0.26.0")
     assert (line(examine(asked), "two vLLMs").state, line(examine(asked), "two vLLMs").text) == ("ok", "0.26.0, 0.27.0")
+
+
+@pytest.mark.parametrize(("code", "said"), [
+    ("raise ImportError('libhidden.so.7: cannot open')", "made_up: ImportError: libhidden.so.7"),
+    ("import os; os._exit(0)", "exit code 0"),
+    ("", ""),
+])  # fmt: skip
+def test_what_is_installed_and_can_not_be_imported_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, said: str
+) -> None:
+    write(tmp_path, "made_up/__init__.py", code)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(doctor, "NAMES", ("made_up", "not_there_at_all"))
+    found = line(examine(Place(tmp_path, imports=True)), "imports")
+    assert (found.state, said in found.text) == ("missing" if said else "ok", True)
+    assert (found in lacking([found], "connector")) == bool(said)
+
+
+def test_a_device_that_is_not_here_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVCOVER_DEVICE", "cdua")
+    (said,) = broken(("json",))
+    assert "KVCOVER_DEVICE: 'cdua'" in said
+
+
+def test_what_the_tier_does_without_is_no_advice(mi300: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever asks for the hardware tier in an image must not be told to install the connector extra over it."""
+    monkeypatch.setattr(doctor, "_version", {"amd-mori": "1.2.4", "vllm": "0.33.0"}.get)
+    extra, mori = (line(examine(Place(mi300)), name) for name in ("connector extra", "mori"))
+    assert "pip install" in extra.line("connector")
+    assert "pip" not in extra.line("hardware") and extra.line("hardware").endswith("→ the hardware tier does without")
+    assert mori.line("hardware") == f"ok       mori             {mori.text}"
 
 
 def test_a_peer_that_listens_and_one_that_does_not() -> None:

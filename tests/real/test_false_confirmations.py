@@ -346,3 +346,15 @@ def test_two_results_take_no_scenario(tmp_path: Path, confirm: Any, words: list[
 def test_what_must_be_seen_before_can_be_said(tmp_path: Path, confirm: Any, words: list[str], code: int, said: str) -> None:
     got, text = confirm(*write(tmp_path, *pair()), *words)
     assert (got, said in text) == (code, True), text
+
+
+@pytest.mark.parametrize("kept", [[], 3, ["x"], [{"effect": "raised"}], "own"])
+def test_an_error_before_that_nobody_asked_for_is_told(tmp_path: Path, confirm: Any, kept: Any) -> None:
+    """`outcome=corrupt` is shown by any error as well: whoever reads the verdict must see which."""
+    error = {"rank": "P0", "call": "f", "error": "TypeError", "text": "no\nlen()", "place": "moriio_engine.py:9", "traceback": "",
+             "effect": "caught and logged"}  # fmt: skip
+    before, after = pair()
+    before["backend"]["tracebacks"] = [error, error | {"rank": "P1"}] if kept == "own" else kept
+    code, text = confirm(*write(tmp_path, before, after), "--expect-before", "outcome=corrupt")
+    said = "; before, P0, P1 raised TypeError: no len() (moriio_engine.py:9), caught and logged"
+    assert (code, said in text) == (0, kept == "own"), text
