@@ -59,7 +59,7 @@ class Injection:
         self._injector = SharedInjector(faults, book) if faults and book else None
         self._local = all(each.host == HOST for each in ports.values())
         """Whether all of the run is on this machine: then nobody else is listened to. Over several, sockets stay as they are."""
-        self._secret = ports["prefill"].secret
+        self._secret = next((each.secret for each in ports.values()), b"")
 
     def wrap_sockets(self) -> None:
         """Put ours in the place of the socket factory, in every module of the connector that imported it."""

@@ -8,6 +8,8 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+from kvcover.sim import launch
+
 _LIMIT_S = 30.0
 # Nothing that the checkout configures is run, and nothing in it is written.
 _SAFE = ("-c", "core.fsmonitor=false", "-c", "core.hooksPath=/dev/null", "-c", "core.pager=cat")
@@ -29,11 +31,9 @@ def checkout(tree: Path) -> dict[str, Any] | None:
 
 def _git(tree: Path, *words: str) -> bytes | None:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")} | {"GIT_OPTIONAL_LOCKS": "0"}
-    try:
-        done = subprocess.run(
-            ["git", *_SAFE, "-C", str(tree), *words],
-            env=environment, stdin=subprocess.DEVNULL, capture_output=True, timeout=_LIMIT_S, check=False,
-        )  # fmt: skip
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return None if done.returncode else done.stdout
+    with launch.Launched(["git", *_SAFE, "-C", str(tree), *words], env=environment, stdout=subprocess.PIPE) as git:
+        try:
+            found, _ = git.process.communicate(timeout=_LIMIT_S)
+        except subprocess.TimeoutExpired:
+            return None
+    return None if git.process.returncode else found

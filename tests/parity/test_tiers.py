@@ -135,7 +135,7 @@ def test_a_tier_that_runs_no_vllm_is_given_none() -> None:
 @pytest.mark.parametrize(
     ("tier", "option", "value", "said"),
     [
-        ("connector", "--trace", "t.json", "--trace: 't.json': the connector tier keeps no virtual times; leave it out, or use --tier model"),
+        ("connector", "--jobs", 3, "--jobs: 3: the connector tier spreads its runs itself; leave it out, or use --tier model"),
         ("hardware", "--shrink", True, "--shrink: the hardware tier gives no two runs that are alike; leave it out, or use --tier model"),
     ],
 )  # fmt: skip
