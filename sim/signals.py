@@ -7,6 +7,7 @@ import time
 from types import FrameType
 
 _UNWINDING_S = 10.0
+_received: list[int] = []
 
 
 class Ended(KeyboardInterrupt):
@@ -21,6 +22,11 @@ class Ended(KeyboardInterrupt):
         return signal.Signals(self.number).name
 
 
+def interruption() -> KeyboardInterrupt:
+    """What ends this program, also to be raised once more by a command that has kept what it had."""
+    return Ended(_received[-1]) if _received and _received[-1] != signal.SIGINT else KeyboardInterrupt()
+
+
 def unwind_on_signals() -> None:
     """Let SIGTERM and SIGHUP end this program as Ctrl-C does; while it tidies up, more of any of them change nothing.
 
@@ -33,7 +39,8 @@ def unwind_on_signals() -> None:
         if time.monotonic() - began < _UNWINDING_S:
             return
         began = time.monotonic()
-        raise KeyboardInterrupt if number == signal.SIGINT else Ended(number)
+        _received.append(number)
+        raise interruption()
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):

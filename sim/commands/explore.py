@@ -165,7 +165,9 @@ def _end(summary: Exploration, options: dict[str, Any], lost: str) -> None:
     again = "; the same command goes on there" if options["out"] is not None else "; --out DIR would let it go on"
     if summary.ended == INTERRUPTED:
         click.echo(f"kvcover: {INTERRUPTED} after {summary.runs} runs{again}", err=True)
-        raise KeyboardInterrupt
+        from kvcover.sim.signals import interruption
+
+        raise interruption()
     if summary.ended == KILLED:
         conclude(inconclusive(f"{KILLED}, after {summary.runs} runs{again}"))
     if options["check"] or options["baseline"] is not None:
