@@ -15,14 +15,15 @@ from kvcover.real_backend.driver.processes import Child, is_stopped
 from kvcover.sim.errors import MachineError
 
 _LOOK_S = 0.1
-_MOST_LATE, _MOST_WAITED = 0.3, 0.7
+_MOST_LATE, _MOST_WAITED = 0.5, 0.7
 """Parts of a timer's time. Processes of a healthy run wait for each other's CPU up to 0.45, and its driver's clock is 0.15 late."""
 
 
 class Lookout(threading.Thread):
-    """Looks at the processes of a run, and at the clock, while it is entered; `trouble` says what was seen, empty for nothing.
+    """Looks at the processes of a run, and at the clock, while it is entered.
 
-    A run need not go on when there is any. `timer_s` is the shortest timer of the connector in this run.
+    `trouble` says who was stopped: then a run need not go on. `busy` says who was slow once the run had begun, before which no
+    timer runs. Both are empty for nothing. `timer_s` is the shortest timer of the connector in this run.
     """
 
     def __init__(self, children: Callable[[], list[Child]], timer_s: float) -> None:
@@ -30,7 +31,12 @@ class Lookout(threading.Thread):
         self._children, self._timer_s = children, timer_s
         self._over = threading.Event()
         self._stopped: dict[int, int] = {}
-        self.trouble = ""
+        self._begun = threading.Event()
+        self.trouble = self.busy = ""
+
+    def begin(self) -> None:
+        """All processes are up, and timers matter from now on."""
+        self._begun.set()
 
     def __enter__(self) -> Lookout:
         self.start()
@@ -40,10 +46,10 @@ class Lookout(threading.Thread):
         self._over.set()
         self.join()
 
-    def check(self) -> None:
-        """Raise MachineError if there is trouble."""
-        if self.trouble:
-            raise MachineError("--tier", f"{self.trouble}: the run says nothing", "run it again when the machine has room")
+    def check(self, timeless: bool = True) -> None:
+        """Raise MachineError if there is trouble; and unless what came of the run is `timeless`, if somebody was slow."""
+        if seen := self.trouble or ("" if timeless else self.busy):
+            raise MachineError("--tier", f"{seen}: the run says nothing", "run it again when the machine has room")
 
     def run(self) -> None:
         """Body of the thread."""
@@ -51,12 +57,12 @@ class Lookout(threading.Thread):
         last, last_used = time.monotonic(), time.process_time()
         while not (self._over.wait(_LOOK_S) or self.trouble):
             now, used = time.monotonic(), time.process_time()
-            own.add(now, now - last - _LOOK_S - (used - last_used))  # what this process worked itself is nobody's fault
+            if self._begun.is_set():
+                own.add(now, now - last - _LOOK_S - (used - last_used))  # what this process worked itself is nobody's fault
             last, last_used = now, used
             if own.most > _MOST_LATE * self._timer_s:
-                self.trouble = f"the machine was too busy: this process was {own.most:.1f} s late"
-            else:
-                self.trouble = next(self._look(now, of_children), "")
+                self.busy = f"the machine was too busy: this process was {own.most:.1f} s late"
+            self.trouble = next(self._look(now, of_children), "")
 
     def _look(self, now: float, lost: dict[int, _Lost]) -> Iterator[str]:
         for child in self._children():
@@ -66,10 +72,12 @@ class Lookout(threading.Thread):
             self._stopped[child.pid] = self._stopped.get(child.pid, 0) + 1 if is_stopped(child.pid) else 0
             if self._stopped[child.pid] > 1:  # a debugger's look is none
                 yield f"process {child.name} is stopped"
+            if not self._begun.is_set():
+                continue
             each = lost.setdefault(child.pid, _Lost(self._timer_s))
             each.add_up_to(now, _waited_s(child.pid))
             if each.most > _MOST_WAITED * self._timer_s:
-                yield f"the machine was too busy: process {child.name} waited {each.most:.1f} s for a CPU"
+                self.busy = f"the machine was too busy: process {child.name} waited {each.most:.1f} s for a CPU"
 
 
 class _Lost:

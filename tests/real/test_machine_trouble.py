@@ -169,13 +169,22 @@ def test_a_late_clock_is_a_busy_machine(monkeypatch: pytest.MonkeyPatch) -> None
         time.sleep(0.5)
     assert healthy.trouble == ""
     healthy.check()
-    times = iter([0.0, 0.1, 0.2, 0.62, 0.72])  # once 0.32 s late
-    monkeypatch.setattr(time, "monotonic", lambda: next(times, 1.0))
-    starved = Lookout(list, 1.0)
-    monkeypatch.setattr(starved._over, "wait", lambda _limit: False)
-    starved.run()
-    with pytest.raises(MachineError, match="too busy"):
-        starved.check()
+    for begun, told in ((True, "too busy"), (False, "")):
+        times = iter([0.0, 0.1, 0.2, 0.82, 0.92])  # once 0.52 s late
+        monkeypatch.setattr(time, "monotonic", lambda times=times: next(times))
+        starved = Lookout(list, 1.0)
+        looks = iter([False] * 4)
+        monkeypatch.setattr(starved._over, "wait", lambda _limit, looks=looks: next(looks, True))
+        if begun:
+            starved.begin()
+        starved.run()
+        assert told in starved.busy
+        starved.check()  # what ended well did so in spite of it
+        if begun:
+            with pytest.raises(MachineError, match="too busy"):
+                starved.check(timeless=False)
+        else:
+            assert starved.busy == ""
 
 
 # -- what crosses a socket ----------------------------------------------------------------------------------------
