@@ -53,6 +53,10 @@ class MachineError(TierError):
         return 3
 
 
+class TooBusy(MachineError):
+    """The machine gave a run too little time. With more of it, or with longer timers, the same run may go well."""
+
+
 class Inconclusive(KvcoverError):
     """What was run can't vouch for what it shows: neither good nor bad. The command says why and exits with 3."""
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from kvcover.real_backend.driver.processes import Child, is_stopped
-from kvcover.sim.errors import MachineError
+from kvcover.sim.errors import MachineError, TooBusy
 
 _LOOK_S = 0.1
 _MOST_LATE, _MOST_WAITED = 0.5, 0.7
@@ -48,8 +48,9 @@ class Lookout(threading.Thread):
 
     def check(self, timeless: bool = True) -> None:
         """Raise MachineError if there is trouble; and unless what came of the run is `timeless`, if somebody was slow."""
-        if seen := self.trouble or ("" if timeless else self.busy):
-            raise MachineError("--tier", f"{seen}: the run says nothing", "run it again when the machine has room")
+        for seen, error in ((self.trouble, MachineError), ("" if timeless else self.busy, TooBusy)):
+            if seen:
+                raise error("--tier", f"{seen}: the run says nothing", "run it again when the machine has room")
 
     def run(self) -> None:
         """Body of the thread."""

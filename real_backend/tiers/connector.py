@@ -31,7 +31,7 @@ from kvcover.real_backend.tiers.declared import DRAWN, INJECTED, PINS, fit
 from kvcover.real_backend.tiers.report import to_result
 from kvcover.real_backend.tiers.translate import free_mb, memory_mb, refuse_unlike_layers, to_trial
 from kvcover.sim import launch
-from kvcover.sim.errors import MachineError, TierError
+from kvcover.sim.errors import MachineError, TierError, TooBusy
 from kvcover.sim.progress import Progress, progress
 from kvcover.sim.releases.records import NEWEST
 from kvcover.sim.results.result import Result
@@ -201,8 +201,12 @@ def _run_steadily(harness: Harness, trial: Trial, load: int) -> tuple[Trial, Run
         last = attempt == _ATTEMPTS - 1
         try:
             seen = harness.run(slower)
-        except MachineError:
+        except TooBusy:
             if last:
+                raise
+            continue
+        except MachineError:  # somebody stopped or killed a process, say: hardly twice, and a planned fault may look like it
+            if attempt or trial.setup.faults:
                 raise
             continue
         if not seen.stalled or trial.setup.faults or attempt:

@@ -28,7 +28,7 @@ from kvcover.real_backend.inside.raising import escaped, raised_by
 from kvcover.real_backend.machine import room
 from kvcover.real_backend.tiers.connector import _run_steadily
 from kvcover.real_backend.tiers.translate import to_trial
-from kvcover.sim.errors import MachineError, TierError
+from kvcover.sim.errors import MachineError, TierError, TooBusy
 from kvcover.sim.scenario.scenario import build
 
 SMALL = {"release": "0.33.0", "model": "layers=2,mla=64+16", "prefill": {"tp": 2}, "decode": {"tp": 2}}
@@ -281,7 +281,7 @@ class _Busy:
         trial.keys.fired[0] += 1
         self.fired.append(trial.keys.fired[0])
         if len(self.limits) <= self.spoilt:
-            raise MachineError("--tier", "too busy")
+            raise TooBusy("--tier", "too busy")
         return SimpleNamespace(stalled=False)
 
 

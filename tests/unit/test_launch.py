@@ -23,7 +23,7 @@ for _ in range(2):  # a daemon: in a session of its own, without its parent
         os.setsid()
         if os.fork():
             os._exit(0)
-os.write(1, b"up\n")  # in one piece: others write there too
+os.write(1, b"up\\n")  # in one piece: others write there too
 time.sleep(60)
 """
 DRIVER = """
