@@ -170,7 +170,7 @@ def test_a_late_clock_is_a_busy_machine(monkeypatch: pytest.MonkeyPatch) -> None
     assert healthy.trouble == ""
     healthy.check()
     for begun, told in ((True, "too busy"), (False, "")):
-        times = iter([0.0, 0.1, 0.2, 0.82, 0.92])  # once 0.52 s late
+        times = iter([0.0, 0.1, 0.2, 1.15, 1.25])  # once 0.85 s late
         monkeypatch.setattr(time, "monotonic", lambda times=times: next(times))
         starved = Lookout(list, 1.0)
         looks = iter([False] * 4)
