@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from kvcover import build, resolve, run_world
-from kvcover.sim.cli import main
 from kvcover.sim.results.story import MOST_LINES, story
 from kvcover.sim.simulate import record_of
 
@@ -20,21 +19,6 @@ FIELDS = {
     "wrong", "stray", "by_rank", "sets", "findings", "checks", "faults", "digest", "events", "virtual_ns", "seconds", "replay",
 }  # fmt: skip
 COLLAPSE = ["run", "--release", "0.26.0", "--prefill", "tp=8", "--decode", "tp=8", "--model", "layers=4,mla=64+16"]
-
-
-@pytest.fixture
-def kvcover(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
-    def call(*words: str) -> tuple[int, str, str]:
-        monkeypatch.setattr("sys.argv", ["kvcover", *words])
-        code = 0
-        try:
-            main()
-        except SystemExit as stop:
-            code = int(stop.code or 0)
-        out, err = capsys.readouterr()
-        return code, out, err
-
-    return call
 
 
 def test_json_has_the_fields_of_the_format(kvcover: Any) -> None:

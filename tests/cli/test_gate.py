@@ -9,25 +9,8 @@ from typing import Any
 
 import pytest
 
-from kvcover.sim.cli import main
-
 SMALL = ["--model", "layers=1,kv_heads=8,head_dim=8", "--prefill", "1,2", "--decode", "1,2"]
 BREAKS = ["--override", "write_map=floor"]  # up to 0.32.0, one prefill rank wrote to one decode rank
-
-
-@pytest.fixture
-def kvcover(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
-    def call(*words: str) -> tuple[int, str, str]:
-        monkeypatch.setattr("sys.argv", ["kvcover", *words])
-        code = 0
-        try:
-            main()
-        except SystemExit as stop:
-            code = int(stop.code or 0)
-        out, err = capsys.readouterr()
-        return code, out, err
-
-    return call
 
 
 @pytest.fixture
