@@ -164,7 +164,7 @@ class MemoryDesc(_Packed):
     data: int
     size: int
     loc: int
-    handle: bytes = b""
+    ipc_handle: bytes = b""
     """How a peer opens it if it is a GPU's memory."""
 
     @staticmethod
@@ -392,7 +392,7 @@ class IOEngineSession:
         from mori import device
 
         if self._remote_gpu is None:
-            self._remote_gpu = device.opened(self._remote.handle)
+            self._remote_gpu = device.opened(self._remote.ipc_handle)
         if kind == "read":
             device.copy(self._remote_gpu, self._local_gpu, [(there, here, size) for here, there, size in ranges])
         else:
