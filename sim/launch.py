@@ -29,7 +29,8 @@ _LONGEST_FOLDER = 40
 """A socket's path may have 107 bytes, and vLLM's sockets have names of 36."""
 _LEAST_FREE = 16 << 20
 _UNWINDING_S = 10.0
-_SAFE = {"PYTHONSAFEPATH": "1"}
+_SAFE = {"PYTHONSAFEPATH": "1", "PYTHONUTF8": "1"}
+"""No module from the current folder; and vLLM's sources read files of theirs by the locale's encoding, which may be ASCII."""
 
 
 def python(*arguments: str) -> list[str]:

@@ -15,8 +15,8 @@ from kvcover.real_backend.driver.processes import Child, is_stopped
 from kvcover.sim.errors import MachineError, TooBusy
 
 _LOOK_S = 0.1
-_MOST_LATE, _MOST_WAITED = 0.8, 2.0
-"""Parts of a timer's time. Lower ones refused healthy runs of sixteen ranks on two busy cores."""
+_MOST_LOST = 0.8
+"""Part of a timer's time. Lower ones refused healthy runs of sixteen ranks on two busy cores."""
 
 
 class Lookout(threading.Thread):
@@ -54,18 +54,18 @@ class Lookout(threading.Thread):
 
     def run(self) -> None:
         """Body of the thread."""
-        own, of_children = _Lost(self._timer_s), dict[int, _Lost]()
+        own, of_children = _Lost(self._timer_s), dict[int, _Clock]()
         last, last_used = time.monotonic(), time.process_time()
         while not (self._over.wait(_LOOK_S) or self.trouble):
             now, used = time.monotonic(), time.process_time()
             if self._begun.is_set():
                 own.add(now, now - last - _LOOK_S - (used - last_used))  # what this process worked itself is nobody's fault
             last, last_used = now, used
-            if own.most > _MOST_LATE * self._timer_s:
+            if own.most > _MOST_LOST * self._timer_s:
                 self.busy = f"the machine was too busy: this process was {own.most:.1f} s late"
             self.trouble = next(self._look(now, of_children), "")
 
-    def _look(self, now: float, lost: dict[int, _Lost]) -> Iterator[str]:
+    def _look(self, now: float, of_children: dict[int, _Clock]) -> Iterator[str]:
         for child in self._children():
             if child.planned_stop or child.planned_death or not child.pid:
                 self._stopped.pop(child.pid, None)
@@ -75,10 +75,10 @@ class Lookout(threading.Thread):
                 yield f"process {child.name} is stopped"
             if not self._begun.is_set():
                 continue
-            each = lost.setdefault(child.pid, _Lost(self._timer_s))
-            each.add_up_to(now, _waited_s(child.pid))
-            if each.most > _MOST_WAITED * self._timer_s:
-                self.busy = f"the machine was too busy: process {child.name} waited {each.most:.1f} s for a CPU"
+            clock = of_children.setdefault(child.pid, _Clock(child.pid, now, self._timer_s))
+            clock.look(now)
+            if clock.lost.most > _MOST_LOST * self._timer_s:
+                self.busy = f"the machine was too busy: process {child.name} could not run for {clock.lost.most:.1f} s"
 
 
 class _Lost:
@@ -87,7 +87,6 @@ class _Lost:
     def __init__(self, span_s: float) -> None:
         self._span_s = span_s
         self._recent: deque[tuple[float, float]] = deque()
-        self._total: float | None = None
         self._sum = self.most = 0.0
 
     def add(self, now: float, lost_s: float) -> None:
@@ -98,16 +97,35 @@ class _Lost:
             self._sum -= self._recent.popleft()[1]
         self.most = max(self.most, self._sum)
 
-    def add_up_to(self, now: float, total_s: float) -> None:
-        """As `add`, from a total that only grows; the first one is where it starts."""
-        before, self._total = self._total, total_s
-        if before is not None:
-            self.add(now, total_s - before)
+
+class _Clock:
+    """What the main thread of a process lost. The system counts a wait when it is over; until then each look does."""
+
+    def __init__(self, pid: int, now: float, span_s: float) -> None:
+        self.lost = _Lost(span_s)
+        self._pid, self._last, self._ahead_s = pid, now, 0.0
+        _, self._ran_ns, self._waited_s = _scheduled(pid)
+
+    def look(self, now: float) -> None:
+        state, ran_ns, waited_s = _scheduled(self._pid)
+        if ran_ns == self._ran_ns and state in _HELD:
+            lost_s = now - self._last
+            self._ahead_s += lost_s
+        else:
+            lost_s, self._ahead_s = waited_s - self._waited_s - self._ahead_s, 0.0
+            self._waited_s = waited_s
+        self._last, self._ran_ns = now, ran_ns
+        self.lost.add(now, lost_s)
 
 
-def _waited_s(pid: int) -> float:
-    """How long the main thread of a process has waited for a CPU in its life; 0 where the system doesn't count."""
+_HELD = "RDTt"
+"""Would run, waits for a disk or is frozen, is stopped, is looked into."""
+
+
+def _scheduled(pid: int) -> tuple[str, int, float]:
+    """Of a process's main thread: its state, how many ns it ran, how many seconds it waited; zeros where nothing counts."""
     try:
-        return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9
+        ran_ns, waited_ns = Path(f"/proc/{pid}/schedstat").read_text().split()[:2]
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0], int(ran_ns), int(waited_ns) / 1e9
     except (OSError, IndexError, ValueError):
-        return 0.0
+        return "", 0, 0.0

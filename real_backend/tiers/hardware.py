@@ -128,7 +128,7 @@ def launch(scenario: Scenario, vllm: str, options: tuple[str, ...], limit_s: flo
     with work_folder() as work:
         given, written, log = work / "scenario.json", work / "result.json", work / "torchrun.log"
         given.write_bytes(msgspec.json.encode(scenario))
-        command = python("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks))
+        command = python("-m", "kvcover.real_backend.tiers.one_node", "--nproc-per-node", str(ranks))
         command += ["-m", "kvcover.real_backend.tiers.torchrun", str(given), "-o", str(written), "--vllm", vllm, *options]
         own = environment(KVCOVER_HOST_IP=os.environ.get("KVCOVER_HOST_IP", HOST))  # nobody else is to reach the ranks
         with log.open("wb") as out, Launched(command, env=own, folder=work, stdout=out, stderr=out) as torchrun:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import multiprocessing
 import os
@@ -18,7 +19,7 @@ from typing import Any, cast
 import pytest
 
 from kvcover.real_backend.driver.harness import refuse_foreign
-from kvcover.real_backend.driver.lookout import Lookout
+from kvcover.real_backend.driver.lookout import Lookout, _Clock
 from kvcover.real_backend.driver.processes import Child, reserve_ports
 from kvcover.real_backend.driver.reports import Admission, Escaped, Forward, Post, RankReport, StepReport
 from kvcover.real_backend.driver.spool import Spool
@@ -162,6 +163,46 @@ def test_a_stopped_process_is_seen_unless_that_was_planned(planned: bool) -> Non
             time.sleep(0.6)
         asleep.kill()
     assert lookout.trouble == ("" if planned else "process P0 is stopped")
+
+
+WEAK = {"nice": "os.nice(19)", "idle": "os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))"}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="NOT RUN: needs /proc")
+@pytest.mark.parametrize("how", list(WEAK))
+def test_a_process_that_gets_no_cpu_is_seen_while_it_waits(how: str) -> None:
+    """Under an idle policy it may not run once in the whole time, and the system counts a wait only when it is over."""
+    one = f"import os\nos.sched_setaffinity(0, {{{min(os.sched_getaffinity(0))}}})\n"
+    with contextlib.ExitStack() as stack:
+        weak, hog = [subprocess.Popen([sys.executable, "-c", f"{one}{first}\nwhile True: pass"]) for first in (WEAK[how], "")]
+        for each in (weak, hog):
+            stack.callback(each.wait)
+            stack.callback(each.kill)
+        time.sleep(0.5)
+        with Lookout(lambda: [child(weak.pid, False)], 1.0) as lookout:
+            lookout.begin()
+            time.sleep(2.5)
+    assert "process P0 could not run for" in lookout.busy
+
+
+def test_a_wait_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """State, ns run, seconds waited at each look, 0.1 s apart: held for three looks, which the system then counts in one."""
+    seen = [
+        ("S", 5, 0.0),
+        ("R", 5, 0.0),
+        ("R", 5, 0.0),
+        ("R", 5, 0.0),
+        ("R", 7, 0.35),
+        ("S", 9, 0.35),
+        ("T", 9, 0.35),
+        ("R", 12, 0.4),
+    ]
+    looks = iter(seen)
+    monkeypatch.setattr("kvcover.real_backend.driver.lookout._scheduled", lambda _pid: next(looks))
+    clock = _Clock(1, 0.0, 10.0)
+    for number in range(1, len(seen)):
+        clock.look(number / 10)
+    assert clock.lost.most == pytest.approx(0.35 + 0.1)
 
 
 def test_a_late_clock_is_a_busy_machine(monkeypatch: pytest.MonkeyPatch) -> None:
