@@ -111,6 +111,10 @@ def main() -> None:
     """Run the command; every expected error is one line on stderr and exit code 2."""
     if sys.stdout is None:  # its number would be that of the next file or socket
         fail("standard output: is closed; leave it open, as with >/dev/null")
+    try:
+        os.getcwd()
+    except OSError as error:
+        fail(f"current folder: can't be told: {error.strerror}; go to one that is there")
     _degrade_characters()
     unwind_on_signals()
     try:

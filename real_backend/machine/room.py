@@ -1,12 +1,14 @@
-"""Whether this machine has room for a run: open files, tasks, address space, shared memory. Looked at before anything starts."""
+"""Whether this machine has room for a run: files, tasks, addresses, shared memory, loopback. Looked at before anything starts."""
 
 from __future__ import annotations
 
 import os
 import resource
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 
+from kvcover.real_backend.driver.processes import HOST
 from kvcover.sim.errors import TierError
 
 # Seen with the releases from 0.24.0 to 0.33.0, and rounded up.
@@ -16,6 +18,7 @@ _ADDRESSES_MB = 3000
 _SHARED_MB = 26
 """vLLM wants so much free for the queue of a TP group, though it uses little of it."""
 _FILE_MB = 32
+_ANSWER_S = 2.0
 
 
 def check_room(ranks: int, at_once: int, cache_mb: int = 0) -> None:
@@ -40,8 +43,22 @@ def lacks(ranks: int, at_once: int, cache_mb: int = 0) -> Iterator[tuple[str, st
         yield f"a rank needs {megabytes} MB of addresses, and the limit is {limit} MB", "ulimit -v unlimited"
     if (limit := _limit_mb(resource.RLIMIT_FSIZE)) < _FILE_MB:
         yield f"vLLM's shared memory is a file of {_FILE_MB} MB, and the limit is {limit} MB", "ulimit -f unlimited"
+    if not os.access("/dev/shm", os.W_OK):
+        yield "vLLM's shared memory is in /dev/shm, which is not there or can't be written", "mount a tmpfs there"
     if (free := _free_shared_mb()) < _SHARED_MB:
         yield f"vLLM wants {_SHARED_MB} MB free in /dev/shm, and there are {free}", "docker run --shm-size 1g, or free it"
+
+    if problem := _unreachable():
+        yield f"ranks talk over {HOST}, and nothing can be reached there: {problem}", "ip link set lo up"
+
+
+def _unreachable() -> str:
+    """Why no socket of this machine can reach another one over loopback; empty if one can."""
+    try:
+        with socket.create_server((HOST, 0)) as server, socket.create_connection(server.getsockname()[:2], _ANSWER_S):
+            return ""
+    except OSError as error:
+        return error.strerror or str(error)
 
 
 def _raise_soft_limit(files: int) -> int:

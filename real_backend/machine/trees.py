@@ -191,6 +191,8 @@ def check_machine() -> None:
     """Raise TierError if the connector can't run on this machine at all."""
     if sys.platform != "linux":
         raise TierError("--tier connector", f"it runs on Linux, not on {sys.platform}", "use --tier model")
+    if not Path("/proc/self/stat").exists():
+        raise TierError("--tier connector", "/proc is not there, by which processes are found", "mount -t proc proc /proc")
     if missing := _missing(_RUN_NEEDS):
         raise TierError("--tier connector", f"needs {', '.join(missing)}", f"install with {_EXTRA}")
 

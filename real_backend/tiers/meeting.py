@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import json
 import os
+import queue
 import signal
 import socket
+import threading
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Connection, Listener, answer_challenge, deliver_challenge
 from typing import Any
 
 from kvcover.real_backend.driver.processes import HOST, Child, ProcessDied
@@ -75,6 +81,31 @@ def own_host(test: bool) -> str:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((os.environ.get("MASTER_ADDR", HOST), 9))
         return str(probe.getsockname()[0])
+
+
+def newcomers(listener: Listener, key: bytes) -> Iterator[tuple[Wire, Any]]:
+    """Whoever connects and knows the key, with its first message, without end.
+
+    Others are sent away, and one that says nothing is in nobody's way: each has a thread of its own.
+    """
+    admitted: queue.SimpleQueue[tuple[Wire, Any]] = queue.SimpleQueue()
+
+    def admit(connection: Connection) -> None:
+        try:
+            deliver_challenge(connection, key)
+            answer_challenge(connection, key)
+            wire = Wire(connection)
+            admitted.put((wire, wire.recv()))
+        except (AuthenticationError, EOFError, OSError):
+            connection.close()
+
+    def accept() -> None:
+        with suppress(OSError):  # the listener is closed
+            while True:
+                threading.Thread(target=admit, args=(listener.accept(),), daemon=True).start()
+
+    threading.Thread(target=accept, daemon=True, name="newcomers").start()
+    return (admitted.get() for _ in itertools.count())
 
 
 class Steps(Wire):

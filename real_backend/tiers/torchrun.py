@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import itertools
 import json
 import os
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Client, Connection, Listener
@@ -42,13 +43,14 @@ from kvcover.real_backend.inside.gpu_worker import leave_no_handles
 from kvcover.real_backend.inside.raising import raised_by
 from kvcover.real_backend.inside.vllm_setup import ConfigFactory, describe, prepare
 from kvcover.real_backend.machine.trees import Tree, choose, refuse_other_release, release_of
-from kvcover.real_backend.tiers.meeting import Link, Meeting, Steps, join, own_host
+from kvcover.real_backend.tiers.meeting import Link, Meeting, Steps, join, newcomers, own_host
 from kvcover.real_backend.tiers.report import ON_GPU, to_result
 from kvcover.real_backend.tiers.session import Case, begin, failure, give_up, require, run_session, trial_of
 from kvcover.sim import launch
 from kvcover.sim.errors import Inconclusive, InputError, TierError
 
 _START_LIMIT_S = 300.0
+_BACKLOG = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,10 +129,11 @@ def _be_rank(options: argparse.Namespace, case: Case, meeting: Meeting) -> None:
         for_ranks = _share_book(meeting, trial, work / "book")
         leader = None
         if meeting.rank == 0:
-            listener = Listener((host, 0), authkey=_new_key(meeting))
+            listener = Listener((host, 0), backlog=_BACKLOG)
+            arriving = newcomers(listener, _new_key(meeting))
             meeting.tell("listener", [host, listener.address[1]])
             leader = threading.Thread(
-                target=_lead, args=(options, case, meeting, trial, ports, work, listener), daemon=True, name="leader"
+                target=_lead, args=(options, case, meeting, trial, ports, work, arriving), daemon=True, name="leader"
             )
             leader.start()
         spool = _share_spool(meeting, mine, work)
@@ -273,12 +276,12 @@ def _lead(
     trial: Trial,
     ports: dict[Role, Ports],
     work: Path,
-    listener: Listener,
+    arriving: Iterator[tuple[Wire, Any]],
 ) -> None:
     """Play the router and the engines' loops, judge, and write the result whole or not at all."""
     children = Children(ports, {}, {})
     try:
-        _collect(trial, children, listener)
+        _collect(trial, children, arriving)
         started, book = time.monotonic(), SharedInjector(trial.setup.faults, work / "book")
         seen = drive(trial, children, ProcessFaults(trial, book), book, _START_LIMIT_S, started)
         abouts = [meeting.hear(f"about/{rank}") for rank in range(meeting.size)]
@@ -292,7 +295,7 @@ def _lead(
         child.close()
 
 
-def _collect(trial: Trial, children: Children, listener: Listener) -> None:
+def _collect(trial: Trial, children: Children, arriving: Iterator[tuple[Wire, Any]]) -> None:
     """Take in every connection: two of each rank, and one more of each scheduler."""
     who = positions(trial)
     on_one_node = bool(trial.events)  # else they are refused; see _share_book
@@ -304,9 +307,7 @@ def _collect(trial: Trial, children: Children, listener: Listener) -> None:
     for role in ROLES:
         for dp in range(trial.endpoint(role).dp):
             children.schedulers[role, dp] = Link(f"{role} scheduler {dp}")
-    for _ in range(2 * len(who) + len(children.schedulers)):
-        pipe = Wire(listener.accept())
-        rank, pid, part = pipe.recv()
+    for pipe, (rank, pid, part) in itertools.islice(arriving, 2 * len(who) + len(children.schedulers)):
         if part == "scheduler":
             position = who[rank]
             scheduler = children.schedulers[position.role, position.dp]

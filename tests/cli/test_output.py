@@ -53,3 +53,16 @@ def test_a_result_has_the_mode_that_the_umask_leaves(umask: int, mode: int, tmp_
     kvcover(*RUN, "-o", str(file), umask=umask)
     assert file.stat().st_mode & 0o777 == 0o640, "a file that is there keeps its mode"
     assert [path.name for path in tmp_path.iterdir()] == ["result.json"]
+
+
+@pytest.mark.parametrize("safe", ["", "1"])
+def test_a_folder_that_is_gone_is_one_line(safe: str, tmp_path: Path) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    links = str(Path(str(sys.modules["kvcover"].__file__)).parents[1])
+    done = subprocess.run(
+        ["sh", "-c", f'rmdir "$PWD" && exec {sys.executable} -m kvcover models'],
+        cwd=gone, env={**os.environ, "PYTHONSAFEPATH": safe, "PYTHONPATH": links}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert done.stderr.startswith("kvcover: current folder: can't be told")

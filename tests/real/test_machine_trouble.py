@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import multiprocessing
 import os
 import pickle
@@ -12,6 +13,8 @@ import socket
 import subprocess
 import sys
 import time
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Client, Listener
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -28,6 +31,7 @@ from kvcover.real_backend.driver.wire import Wire, decode, encode
 from kvcover.real_backend.inside.raising import escaped, raised_by
 from kvcover.real_backend.machine import room
 from kvcover.real_backend.tiers.connector import _run_steadily
+from kvcover.real_backend.tiers.meeting import newcomers
 from kvcover.real_backend.tiers.translate import to_trial
 from kvcover.sim.errors import MachineError, TierError, TooBusy
 from kvcover.sim.scenario.scenario import build
@@ -124,6 +128,22 @@ def test_a_limit_that_is_too_low_is_told_before_a_run(limit: str, value: int, to
 def test_little_shared_memory_is_told_before_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(room, "_free_shared_mb", lambda: 20)
     with pytest.raises(TierError, match="26 MB free in /dev/shm, and there are 20"):
+        room.check_room(4, 4)
+
+
+def test_shared_memory_that_is_read_only_is_told_before_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "access", lambda path, _mode: path != "/dev/shm")
+    with pytest.raises(TierError, match="/dev/shm, which is not there or can't be written"):
+        room.check_room(4, 4)
+
+
+def test_a_loopback_that_is_down_is_told_before_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise OSError(errno.ENETUNREACH, "Network is unreachable")
+
+    room.check_room(4, 4)
+    monkeypatch.setattr(socket, "create_connection", refuse)
+    with pytest.raises(TierError, match=r"over 127\.0\.0\.1, and nothing can be reached there: Network is unreachable"):
         room.check_room(4, 4)
 
 
@@ -286,6 +306,19 @@ def test_steps_are_kept_in_a_folder_of_this_users_alone(tmp_path: Path) -> None:
         Spool(tmp_path / "open")
     with pytest.raises(ValueError, match="invalid literal"):
         spool.take(cast(int, "../secret"))
+
+
+def test_ranks_come_in_past_strangers_that_say_nothing_or_rubbish() -> None:
+    with Listener(("127.0.0.1", 0)) as listener:
+        address = cast(tuple[str, int], listener.address)
+        arriving = newcomers(listener, b"key")
+        with socket.create_connection(address), socket.create_connection(address) as rude:
+            rude.sendall(os.urandom(300))
+            with pytest.raises(AuthenticationError):
+                Client(address, authkey=b"other")
+            for number in range(3):
+                Wire(Client(address, authkey=b"key")).send((number, 4711, "steps"))
+            assert sorted(first for _, first in itertools.islice(arriving, 3)) == [(number, 4711, "steps") for number in range(3)]
 
 
 def test_sockets_of_a_run_hear_nobody_else() -> None:
