@@ -9,9 +9,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
-from kvcover.real_backend.driver.processes import Child, is_stopped
+from kvcover.real_backend.driver.processes import HELD, Child, is_stopped, scheduled
 from kvcover.sim.errors import MachineError, TooBusy
 
 _LOOK_S = 0.1
@@ -104,11 +103,11 @@ class _Clock:
     def __init__(self, pid: int, now: float, span_s: float) -> None:
         self.lost = _Lost(span_s)
         self._pid, self._last, self._ahead_s = pid, now, 0.0
-        _, self._ran_ns, self._waited_s = _scheduled(pid)
+        _, self._ran_ns, self._waited_s = scheduled(pid)
 
     def look(self, now: float) -> None:
-        state, ran_ns, waited_s = _scheduled(self._pid)
-        if ran_ns == self._ran_ns and state in _HELD:
+        state, ran_ns, waited_s = scheduled(self._pid)
+        if ran_ns == self._ran_ns and state in HELD:
             lost_s = now - self._last
             self._ahead_s += lost_s
         else:
@@ -116,16 +115,3 @@ class _Clock:
             self._waited_s = waited_s
         self._last, self._ran_ns = now, ran_ns
         self.lost.add(now, lost_s)
-
-
-_HELD = "RDTt"
-"""Would run, waits for a disk or is frozen, is stopped, is looked into."""
-
-
-def _scheduled(pid: int) -> tuple[str, int, float]:
-    """Of a process's main thread: its state, how many ns it ran, how many seconds it waited; zeros where nothing counts."""
-    try:
-        ran_ns, waited_ns = Path(f"/proc/{pid}/schedstat").read_text().split()[:2]
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0], int(ran_ns), int(waited_ns) / 1e9
-    except (OSError, IndexError, ValueError):
-        return "", 0, 0.0

@@ -284,6 +284,19 @@ def is_stopped(pid: int) -> bool:
         return False
 
 
+HELD = "RDTt"
+"""Would run, waits for a disk or is frozen, is stopped, is looked into."""
+
+
+def scheduled(pid: int) -> tuple[str, int, float]:
+    """Of a process's main thread: its state, how many ns it ran, how many seconds it waited; zeros where nothing counts."""
+    try:
+        ran_ns, waited_ns = Path(f"/proc/{pid}/schedstat").read_text().split()[:2]
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0], int(ran_ns), int(waited_ns) / 1e9
+    except (OSError, IndexError, ValueError):
+        return "", 0, 0.0
+
+
 @contextmanager
 def reserve_ports() -> Iterator[tuple[Ports, Ports]]:
     """Hold port ranges for a prefill and a decode engine, with room for dials that miss.

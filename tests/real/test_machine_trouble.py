@@ -21,6 +21,7 @@ from typing import Any, cast
 
 import pytest
 
+from kvcover.real_backend.driver.children import Children
 from kvcover.real_backend.driver.harness import refuse_foreign
 from kvcover.real_backend.driver.lookout import Lookout, _Clock
 from kvcover.real_backend.driver.processes import Child, reserve_ports
@@ -205,6 +206,25 @@ def test_a_process_that_gets_no_cpu_is_seen_while_it_waits(how: str) -> None:
     assert "process P0 could not run for" in lookout.busy
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="NOT RUN: needs /proc")
+@pytest.mark.parametrize(("body", "rests"), [("import time; time.sleep(60)", True), ("while True: pass", False)])
+def test_only_a_rank_that_rests_waits_for_ever(body: str, rests: bool) -> None:
+    """One that is still at work when its time to start is over says nothing of the connector."""
+    with subprocess.Popen([sys.executable, "-c", body]) as process:
+        time.sleep(0.5)
+        pipe = SimpleNamespace(poll=time.sleep)
+        late = SimpleNamespace(name="P0", pid=process.pid, steps=pipe, check_moving=lambda: None)
+        children = Children({}, {}, {("prefill", 0): [cast(Child, late)]})
+        try:
+            if rests:
+                assert children.await_start(0.2, {}) == ([], ["P0"])
+            else:
+                with pytest.raises(MachineError, match="P0 did not come up in 1 s, and did not rest"):
+                    children.await_start(0.2, {})
+        finally:
+            process.kill()
+
+
 def test_a_wait_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """State, ns run, seconds waited at each look, 0.1 s apart: held for three looks, which the system then counts in one."""
     seen = [
@@ -218,7 +238,7 @@ def test_a_wait_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
         ("R", 12, 0.4),
     ]
     looks = iter(seen)
-    monkeypatch.setattr("kvcover.real_backend.driver.lookout._scheduled", lambda _pid: next(looks))
+    monkeypatch.setattr("kvcover.real_backend.driver.lookout.scheduled", lambda _pid: next(looks))
     clock = _Clock(1, 0.0, 10.0)
     for number in range(1, len(seen)):
         clock.look(number / 10)
