@@ -2,7 +2,8 @@
 
 What can be flipped: a policy that the run asked, to what another release does; a key of a leg, to what another router sends,
 to the true size, or away; a planned fault, off. It *heals* if the finding is gone and the outcome is `ok`, and *mitigates* if
-the run is better and not good. A refusal is neither, and so is a run that dies or hangs before anything moved.
+the run is better and not good. A refusal is neither, and so is a run in which nothing moves any more and that dies or hangs.
+Where nothing moved before, a hang is better than a crash: the engine lives on, and others' requests with it.
 
 The search runs on as few of the model's layers as show the same, what heals is proven on all of them.
 """

@@ -216,6 +216,14 @@ def test_effect(after: Seen, expected: str) -> None:
     assert effect(BEFORE, after, ("wrong-peer", "told-without-data")) == expected
 
 
+@pytest.mark.parametrize(("outcome", "expected"), [("hang", "mitigates"), ("crash", "")])
+def test_where_nothing_moved_a_hang_is_better_than_a_crash(outcome: str, expected: str) -> None:
+    dead = Seen("crash", (7, 7), 0.0, Counter({"crash": 1}), False)
+    rank = 6 if outcome == "hang" else 7
+    after = Seen(outcome, (rank, rank), 0.0, Counter({"crash": 1} if outcome == "crash" else {"never-told": 1}), False)
+    assert effect(dead, after, ("crash",)) == expected
+
+
 def test_a_good_run_is_left_alone() -> None:
     result = explain(build({"model": "layers=1,mla=8"}))
     assert result.outcome == "ok"
