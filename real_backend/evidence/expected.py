@@ -106,6 +106,9 @@ def given(text: str) -> Expected:
     expect = build({"expect": fields}).expect or Expect()
     if expect.outcome is None or (expect.outcome in (*GOOD, "vacuous") and not expect.race):
         raise InputError(place, f"{short(text)} names no bad outcome", "say outcome=corrupt, or what it is that is to be repaired")
+    if (expect.coverage, expect.by_rank, expect.told, expect.race) == (None,) * 4:
+        text = f"{short(text)} is shown by whatever ends so, a process asleep as well as the fault that is meant"
+        raise InputError(place, text, "add which ranks were covered (by_rank=1+0) or told (told=D0, told= for nobody)")
     return Expected("--expect-before", lambda: [expect])
 
 

@@ -328,8 +328,12 @@ def test_two_results_take_no_scenario(tmp_path: Path, confirm: Any, words: list[
     [
         (["--report", "vllm#47764"], 3, "not what vllm#47764 of 0.26.0 says: 8 decode ranks, seen 4"),
         (["--expect-before", "outcome=corrupt,coverage=0.25,by_rank=1+0+0+0,told=D0+D1+D2+D3"], 0, "as --expect-before says"),
-        (["--expect-before", "outcome=corrupt"], 0, "as --expect-before says"),
-        (["--expect-before", "outcome=crash"], 3, "outcome crash, seen corrupt"),
+        (["--expect-before", "outcome=corrupt,told=D0+D1+D2+D3"], 0, "as --expect-before says"),
+        (["--expect-before", "outcome=corrupt,coverage=0.25"], 0, "as --expect-before says"),
+        (["--expect-before", "outcome=corrupt"], 2, "add which ranks were covered"),
+        (["--expect-before", "outcome=hang"], 2, "is shown by whatever ends so"),
+        (["--expect-before", "outcome=hang,told="], 3, "told nobody, seen D0 D1 D2 D3"),
+        (["--expect-before", "outcome=crash,coverage=0.25"], 3, "outcome crash, seen corrupt"),
         (["--expect-before", "outcome=corrupt,told=D0"], 3, "told D0, seen D0 D1 D2 D3"),
         (["--expect-before", "outcome=corrupt,by_rank=0+1+0+0"], 3, "D0.0 covered 0, seen 1"),
         (["--expect-before", "outcome=ok"], 2, "names no bad outcome"),
@@ -355,6 +359,6 @@ def test_an_error_before_that_nobody_asked_for_is_told(tmp_path: Path, confirm: 
              "effect": "caught and logged"}  # fmt: skip
     before, after = pair()
     before["backend"]["tracebacks"] = [error, error | {"rank": "P1"}] if kept == "own" else kept
-    code, text = confirm(*write(tmp_path, before, after), "--expect-before", "outcome=corrupt")
+    code, text = confirm(*write(tmp_path, before, after), "--expect-before", "outcome=corrupt,coverage=0.25")
     said = "; before, P0, P1 raised TypeError: no len() (moriio_engine.py:9), caught and logged"
     assert (code, said in text) == (0, kept == "own"), text
