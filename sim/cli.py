@@ -141,7 +141,7 @@ def _run() -> int:
     except InputError as error:
         fail(str(error), error.exit_code)
     except Inconclusive as error:
-        fail(f"inconclusive: {error}", 3)
+        fail(f"inconclusive: {error}", error.exit_code)
     except click.exceptions.NoArgsIsHelpError as error:
         click.echo(error.format_message())
         return 2

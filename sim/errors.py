@@ -58,7 +58,12 @@ class TooBusy(MachineError):
 
 
 class Inconclusive(KvcoverError):
-    """What was run can't vouch for what it shows: neither good nor bad. The command says why and exits with 3."""
+    """What was run can't vouch for what it shows: neither good nor bad. The command says why."""
+
+    @property
+    def exit_code(self) -> int:
+        """What the command exits with."""
+        return 3
 
 
 class PeerRefusal(KvcoverError):

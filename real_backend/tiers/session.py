@@ -36,7 +36,6 @@ _PR_SET_PDEATHSIG = 1
 _REAL_LIMITS = Limits(transfer_s=30.0, defer_s=60.0, read_abort_s=60.0)
 _TEST_LIMITS = Limits(transfer_s=8.0, defer_s=10.0, read_abort_s=8.0)
 _ENDED_WELL = 0
-INCONCLUSIVE_CODE = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +73,7 @@ def give_up(error: InputError | Inconclusive, output: Path | None) -> int:
     if output is not None and os.environ.get("RANK", "0") == "0":
         output.write_text(json.dumps(failure(error)))
     print(f"kvcover: {error}", file=sys.stderr)
-    return INCONCLUSIVE_CODE if isinstance(error, Inconclusive) else error.exit_code
+    return error.exit_code
 
 
 def trial_of(scenario: Scenario, test: bool) -> Trial:
