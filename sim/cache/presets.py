@@ -250,9 +250,12 @@ def _from_config(path: Path) -> Geometry:
         return _within(f"{place} {key}", value, value, limit)
 
     layers = number("num_hidden_layers", _MAX_LAYERS)
+    if indexed := next((key for key in _INDEXER if config.get(key) is not None), None):
+        text = "an indexer keeps a cache of its own beside each layer's, which can't be modelled"
+        raise InputError(f"{place} {indexed}", text, f"use {_plain_form(config)} to leave it out")
     states = _state_layers(place, config, layers)
     if states and config.get("kv_lora_rank") is not None:
-        raise InputError(f"{place} kv_lora_rank", "MLA beside recurrent states can't be read", f"use {_STATE_FORM}")
+        raise InputError(f"{place} kv_lora_rank", "MLA beside recurrent states can't be read", _state_form(config))
     if config.get("kv_lora_rank") is not None:
         width = number("kv_lora_rank", _MAX_WIDTH) + number("qk_rope_head_dim", _MAX_WIDTH)
         return Geometry(layers=layers, kv_heads=1, head_dim=_within(f"{place} kv_lora_rank", width, width, _MAX_WIDTH), mla=True)
@@ -274,7 +277,29 @@ def _from_config(path: Path) -> Geometry:
     return _mixed(msgspec.structs.replace(full, window=number("sliding_window", _MAX_WINDOW)), full, attending)
 
 
-_STATE_FORM = "layers=48,kv_heads=2,head_dim=256,state=16x17152,state_every=2"
+_INDEXER = ("index_topk", "index_head_dim", "index_n_heads")
+
+
+def _plain_form(config: dict[str, Any]) -> str:
+    """The attention of a config in the form that `--model` takes, as far as the file says it."""
+
+    def told(*names: str) -> Any:
+        return next((config[name] for name in names if isinstance(config.get(name), int)), "N")
+
+    if config.get("kv_lora_rank") is not None:
+        return f"layers={told('num_hidden_layers')},mla={told('kv_lora_rank')}+{told('qk_rope_head_dim')}"
+    heads, hidden = told("num_attention_heads"), told("hidden_size")
+    width = hidden // heads if isinstance(heads, int) and isinstance(hidden, int) and heads > 0 else "N"
+    return (
+        f"layers={told('num_hidden_layers')},kv_heads={told('num_key_value_heads', 'num_attention_heads')},"
+        f"head_dim={config['head_dim'] if isinstance(config.get('head_dim'), int) else width}"
+    )
+
+
+def _state_form(config: dict[str, Any]) -> str:
+    return f"use {_plain_form(config)},state=HEADSxWIDTH,state_every=N with the state's own numbers"
+
+
 # What configs of models with recurrent states have, and no others.
 _STATE_FIELDS = (
     "attn_layer_indices", "attn_layer_period", "hybrid_override_pattern", "layers_block_type", "linear_attn_config",
@@ -291,14 +316,14 @@ def _state_layers(place: str, config: dict[str, Any], layers: int) -> list[int]:
     """
     types = config.get("layer_types")
     kinds = set(types) if isinstance(types, list) and all(isinstance(kind, str) for kind in types) else set()
-    signs = [key for key in _STATE_FIELDS if config.get(key) is not None]
+    signs = [key for key in _STATE_FIELDS if config.get(key) is not None and not _says_attention(key, config[key])]
     if not signs and kinds <= {"full_attention", "sliding_attention"}:
         return []
     readable = all(config.get(key) is not None for key in _LINEAR) and not set(signs) - {*_LINEAR, "full_attention_interval"}
     if not readable or kinds - {"linear_attention", "full_attention"}:
         named = f"layer_types {short(sorted(kinds))}" if kinds - {"full_attention", "sliding_attention"} else signs[0]
         raise InputError(f"{place} {named.partition(' ')[0]}", f"layers with a recurrent state can't be read from {named}",
-                         f"use {_STATE_FORM}")  # fmt: skip
+                         _state_form(config))  # fmt: skip
     if kinds:
         if len(types or ()) != layers:
             raise InputError(f"{place} layer_types", f"{short(types)} is no list of {layers} types", "name each layer's type")
@@ -307,6 +332,11 @@ def _state_layers(place: str, config: dict[str, Any], layers: int) -> list[int]:
     if not isinstance(every, int) or isinstance(every, bool) or every < 1:
         raise InputError(f"{place} full_attention_interval", f"{short(every)} is no count of layers", "use a number such as 4")
     return [layer for layer in range(layers) if (layer + 1) % every]
+
+
+def _says_attention(key: str, value: Any) -> bool:
+    """Whether a field that hybrid models have says that all layers attend: MiniMax-M2's list of 1, where 0 is linear attention."""
+    return key == "attn_type_list" and isinstance(value, list) and set(map(repr, value)) == {"1"}
 
 
 _LINEAR = (

@@ -12,7 +12,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -47,7 +47,7 @@ class Target:
                 words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
                 if any(word.endswith(b"guard.py") for word in words):
                     found["guard"].append(pid)
-                elif b"kvcover.real_backend.inside.forkserver" in words:
+                elif b"kvcover.real_backend.inside.forkserver" in words or b"kvcover.real_backend.tiers.torchrun" in words:
                     found["children"].append(pid)
         servers = [pid for pid in found["children"] if parents[pid] in found["guard"]]
         found["server"] = servers
@@ -105,13 +105,15 @@ class Outcome:
 
 def attack(
     arguments: list[str], act: Callable[[Target], None] | None, tmp_path: Path, *, shell: str = "", cwd: Path | None = None,
-    env: dict[str, str] | None = None,
+    env: dict[str, str] | None = None, program: Sequence[str] = ("-m", "kvcover"),
 ) -> Outcome:  # fmt: skip
-    """Run `kvcover ARGUMENTS`, perhaps after some shell commands, do something to it, and look for what is left."""
+    """Run `kvcover ARGUMENTS`, or another program of Python's, perhaps after some shell commands, do something to it, and look
+    for what is left.
+    """
     with tempfile.TemporaryDirectory(prefix="atk-", dir="/tmp") as own:
         marker = f"{MARK}={own}"
         variables = environment(**{MARK: own, "TMPDIR": own, **(env or {})})
-        command = [sys.executable, "-m", "kvcover", *arguments]
+        command = [sys.executable, *program, *arguments]
         if shell:
             command = ["bash", "-c", f'{shell}; exec "$@"', "bash", *command]
         process = subprocess.Popen(

@@ -205,6 +205,25 @@ def test_a_config_with_other_states_is_refused_by_name(tmp_path: Path, fields: d
         resolve_model(config(tmp_path, **fields))
 
 
+@pytest.mark.parametrize(("fields", "hint"), [
+    ({"attn_type_list": [1, 0] * 4}, "layers=8,kv_heads=2,head_dim=16,state="),
+    ({"attn_type_list": [0] * 8, "head_dim": None, "hidden_size": 4096, "num_key_value_heads": None}, "layers=8,kv_heads=8,head_dim=512,"),
+    ({"linear_attn_config": {}, "kv_lora_rank": 512, "qk_rope_head_dim": 64}, "layers=8,mla=512+64,state="),
+    ({"index_topk": 2048, "kv_lora_rank": 512, "qk_rope_head_dim": 64}, "layers=8,mla=512+64 to leave it out"),
+    ({"index_topk": 2048, "kv_lora_rank": 512}, "layers=8,mla=512+N to leave it out"),
+    ({"attn_type_list": [], "num_attention_heads": 0, "head_dim": "x"}, "state=HEADSxWIDTH"),
+])  # fmt: skip
+def test_a_hint_is_computed_from_the_file_at_hand(tmp_path: Path, fields: dict[str, Any], hint: str) -> None:
+    with pytest.raises(InputError) as raised:
+        resolve_model(config(tmp_path, **fields))
+    assert hint in str(raised.value)
+
+
+def test_a_list_that_says_attention_for_every_layer_is_plain_attention(tmp_path: Path) -> None:
+    """MiniMax-M2's `attn_type_list`."""
+    assert resolve_model(config(tmp_path, attn_type_list=[1] * 8)) == resolve_model(config(tmp_path))
+
+
 @pytest.mark.parametrize(("text", "says"), [
     ("layers=4,kv_heads=8,head_dim=8,state_every=2", "has not the fields"),
     ("layers=4,state=8x16,state_every=2", "has not the fields"),
