@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from kvcover.sim.launch import environment
 from tests.unit.test_launch import await_none, marked
@@ -36,6 +33,11 @@ class Target:
     over: threading.Event = field(default_factory=threading.Event)
     shared: set[str] = field(default_factory=set)
     """Shared memory that its processes had: of runs beside it there may be more."""
+
+    @property
+    def own(self) -> str:
+        """Its folder for temporary files."""
+        return self.marker.partition("=")[2]
 
     def named(self, which: str) -> list[int]:
         """Processes by what they are: driver, guard, server, or children (a scheduler, then its ranks, prefill first)."""
@@ -104,7 +106,7 @@ class Outcome:
 
 
 def attack(
-    arguments: list[str], act: Callable[[Target], None] | None, tmp_path: Path, *, shell: str = "", cwd: Path | None = None,
+    arguments: Sequence[str], act: Callable[[Target], None] | None, tmp_path: Path, *, shell: str = "", cwd: Path | None = None,
     env: dict[str, str] | None = None, program: Sequence[str] = ("-m", "kvcover"),
 ) -> Outcome:  # fmt: skip
     """Run `kvcover ARGUMENTS`, or another program of Python's, perhaps after some shell commands, do something to it, and look
@@ -148,119 +150,3 @@ def _note_shared_memory(target: Target) -> None:
             with contextlib.suppress(OSError):
                 found = {os.readlink(entry) for entry in Path(f"/proc/{pid}/fd").iterdir()}
                 target.shared |= {name for name in found if name.startswith("/dev/shm/") and "deleted" not in name}
-
-
-# -- what is done ------------------------------------------------------------------------------------------------
-
-
-def send(number: int, which: str, index: int = 0, moment: str = "running", again_s: float = 0.0) -> Callable[[Target], None]:
-    """Send a signal; SIGSTOP is taken back after `again_s` seconds if that is given."""
-
-    def act(target: Target) -> None:
-        target.await_moment(moment)
-        pids = target.named(which)
-        for pid in pids if index < 0 else pids[index : index + 1]:
-            with contextlib.suppress(OSError):
-                os.kill(pid, number)
-        if again_s:
-            target.over.wait(again_s)
-            for pid in pids:
-                with contextlib.suppress(OSError):
-                    os.kill(pid, signal.SIGCONT)
-
-    return act
-
-
-def rubbish(data: bytes, times: int = 1, zmq: bool = False, close: bool = True) -> Callable[[Target], None]:
-    """Send bytes to every port of the run, as they are or as a ZMQ message."""
-
-    def act(target: Target) -> None:
-        target.await_moment("running")
-        kept = []
-        for address, port in listening_of(target.marker):
-            if not FIRST <= port < LAST or address not in ("0100007F", "00000000"):
-                continue
-            for _ in range(times):
-                with contextlib.suppress(OSError):
-                    if zmq:
-                        library: Any = importlib.import_module("zmq")
-                        dealer = library.Context.instance().socket(library.DEALER)
-                        dealer.connect(f"tcp://127.0.0.1:{port}")
-                        dealer.send(data)
-                        dealer.close(linger=500)
-                    else:
-                        kept.append(socket.create_connection(("127.0.0.1", port), timeout=1))
-                        kept[-1].sendall(data)
-                        if close:
-                            kept.pop().close()
-        target.over.wait(LIMIT_S)
-        for each in kept:
-            each.close()
-
-    return act
-
-
-def steal(offset: int) -> Callable[[Target], None]:
-    """Take a port of the run's range as soon as its driver holds that range."""
-
-    def act(target: Target) -> None:
-        while not target.over.is_set():
-            held = [port for _, port in listening_of(target.marker) if FIRST <= port < LAST]
-            if held:
-                with socket.socket() as thief, contextlib.suppress(OSError):
-                    thief.bind(("127.0.0.1", FIRST + (min(held) - FIRST) // WINDOW * WINDOW + offset))
-                    thief.listen()
-                    target.over.wait(LIMIT_S)
-                return
-
-    return act
-
-
-def use_up(number_of_loops: int, seconds: float) -> Callable[[Target], None]:
-    """Busy loops beside it."""
-
-    def act(target: Target) -> None:
-        target.await_moment("forked")
-        loops = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(number_of_loops)]
-        target.over.wait(seconds)
-        for loop in loops:
-            loop.kill()
-            loop.wait()
-
-    return act
-
-
-def throttle(share: float) -> Callable[[Target], None]:
-    """Leave its processes a share of one CPU, by a control group of version 1."""
-
-    def act(target: Target) -> None:
-        group = Path(f"/sys/fs/cgroup/cpu/kvcover-test-{target.process.pid}")
-        target.await_moment("importing")
-        group.mkdir()
-        try:
-            while not target.named("children") and target.process.poll() is None:
-                time.sleep(0.02)
-            (group / "cpu.cfs_quota_us").write_text(str(int(share * int((group / "cpu.cfs_period_us").read_text()))))
-            while target.process.poll() is None:
-                for pid in marked(target.marker):
-                    with contextlib.suppress(OSError):
-                        (group / "cgroup.procs").write_text(str(pid))
-                time.sleep(0.5)
-        finally:
-            (group / "cpu.cfs_quota_us").write_text("-1")
-            await_none(target.marker)
-            group.rmdir()
-
-    return act
-
-
-@contextlib.contextmanager
-def hold_ports(address: str, family: int = socket.AF_INET) -> Iterator[None]:
-    """Listen on one port of every range that a run could take."""
-    with contextlib.ExitStack() as stack:
-        for first in range(FIRST, LAST - WINDOW + 1, WINDOW):
-            held = stack.enter_context(socket.socket(family))
-            with contextlib.suppress(OSError):
-                held.bind((address, first + 5))
-                held.listen()
-        yield
