@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvcover.sim.cache.wrong import WrongCells, in_words
+from kvcover.sim.releases.records import ALIASES, RELEASES
 from kvcover.sim.results.keys import LegKeys, all_in_words
 from kvcover.sim.results.result import GOOD, MEANING, OUTCOMES, RankCoverage, Remedies, Result, caught, raced
 from kvcover.sim.results.verdict import judge_cells, together
@@ -176,11 +177,17 @@ def _releases(result: Result) -> str:
     return f"{result.release} → {result.decode_release}"
 
 
+def _router(result: Result) -> str:
+    """The router; a release's own proxy goes by the last release that had the same, which would read like two releases."""
+    release = RELEASES.get(ALIASES.get(result.release, result.release))
+    return "its toy-proxy" if release is not None and release.toy_proxy == result.router else result.router
+
+
 def show_result(result: Result) -> None:
     """One run: the verdict, each rank, the sets, the findings with their causes, and how to run it again."""
     out = console()
     head = Text(f"{result.mode.upper()} {_engine('P', result.prefill)} → {_engine('D', result.decode)}, vLLM {_releases(result)}, "
-                f"{result.model}, {result.router}, {result.tier} tier\n")  # fmt: skip
+                f"{result.model}, {_router(result)}, {result.tier} tier\n")  # fmt: skip
     head.append_text(outcome_text(result.outcome)).append(f"{_race(result)}: {MEANING[result.outcome]}\n")
     went = any(check.name == "coverage-at-go" and check.verdict != "unknown" for check in result.checks)
     at_go = f"coverage {fraction(result.coverage)} at go, " if went else "no go; coverage "
