@@ -25,7 +25,10 @@
 # %%
 from pprint import pprint
 
-import matplotlib.pyplot as plt
+try:
+    import matplotlib.pyplot as plt
+except ModuleNotFoundError:
+    raise SystemExit("the figures need matplotlib: pip install 'kvcover[notebook]'") from None
 
 from kvcover import Scenario, Side, resolve, run, run_world
 
@@ -145,7 +148,11 @@ for panel, (release, grid) in zip(panels, grids.items(), strict=True):
 panels[-1].set_xlabel("layer")
 panels[-1].set_xticks(range(0, LAYERS, 10))
 figure.colorbar(image, ax=panels, label="coverage of one layer at one rank", ticks=[0, 0.5, 1], aspect=40)
-plt.show()
+if plt.get_backend().lower() == "agg":  # a script, and no window to show it in
+    figure.savefig("rank_collapse.png")
+    print("the figure is in rank_collapse.png")
+else:
+    plt.show()
 
 # %% [markdown]
 # The model gives the same chain of causes by itself. The last line runs it again from a shell.

@@ -225,7 +225,9 @@ def add_release(release: str, say: Callable[[str], None]) -> Tree:
     if not re.fullmatch(r"\d+\.\d+\.\d+(\.post\d+|rc\d+)?", release):
         raise InputError(place, f"{release!r} is no release and no folder", "give a release such as 0.27.0, or a path")
     if missing := _missing(_BUILD_NEEDS):
-        raise InputError(place, f"building needs {', '.join(missing)}", f"install with {_EXTRA}")
+        # Where torch is, as in an image for ROCm, the extra would bring another one.
+        how = _EXTRA if "torch" in missing else f"pip install --no-deps {' '.join(missing)}"
+        raise InputError(place, f"building needs {', '.join(missing)}", f"install with {how}")
     home = cache()
     try:
         home.mkdir(parents=True, exist_ok=True)

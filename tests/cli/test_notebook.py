@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 import subprocess
 import sys
@@ -11,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+import kvcover
 
 ROOT = Path(__file__).parents[2]
 NOTEBOOK = ROOT / "notebooks" / "rank_collapse.py"
@@ -42,6 +45,14 @@ def test_notebook_runs() -> None:
     outputs: list[Any] = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
     assert [o for o in outputs if o.output_type == "display_data" and "image/png" in o.data], "no picture was drawn"
     assert not [o for o in outputs if o.output_type == "stream" and o.name == "stderr"], "the notebook warns"
+
+
+def test_as_a_script_without_matplotlib_it_says_so(tmp_path: Path) -> None:
+    (tmp_path / "matplotlib.py").write_text("raise ModuleNotFoundError(name='matplotlib')")
+    links = str(Path(str(kvcover.__file__)).parents[1])
+    done = subprocess.run([sys.executable, str(NOTEBOOK)], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=TIMEOUT_S,
+                          env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), links])})  # fmt: skip
+    assert (done.returncode, done.stderr) == (1, "the figures need matplotlib: pip install 'kvcover[notebook]'\n")
 
 
 def test_notebook_names_rows_that_were_measured() -> None:

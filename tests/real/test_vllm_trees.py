@@ -177,9 +177,18 @@ def test_why_pip_failed_is_said_in_one_line(cache: Path, pip: Any, output: str, 
         trees.add_release("0.27.9", lambda _line: None)
 
 
-def test_missing_build_requirements_name_the_extra(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trees, "_missing", lambda _names: ["setuptools_rust"])
-    with pytest.raises(InputError, match=r"setuptools_rust.*kvcover\[connector\]"):
+@pytest.mark.parametrize(
+    ("missing", "said"),
+    [
+        (["torch", "wheel"], r"torch, wheel; install with pip install 'kvcover\[connector\]'"),
+        (["setuptools_scm", "wheel"], "install with pip install --no-deps setuptools_scm wheel"),
+    ],
+)
+def test_missing_build_requirements_name_the_extra_only_where_torch_is_missing(
+    missing: list[str], said: str, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trees, "_missing", lambda _names: missing)
+    with pytest.raises(InputError, match=said):
         trees.add_release("0.27.0", lambda _line: None)
 
 
