@@ -33,6 +33,7 @@ _RUN_NEEDS = ("torch", "zmq", "msgpack", "transformers", "pydantic", "numpy")
 _NO_NETWORK = ("name resolution", "Connection", "Network is unreachable", "ProxyError", "timed out", "Max retries")
 _TOLD = re.compile(r"^\s*(Collecting|Downloading|Using cached|Preparing|Building|Created|Installing|Successfully)")
 _RELEASE = re.compile(r"\d+\.\d+\.\d+\w*")
+_RAISED = re.compile(r"\s*[A-Z]\w*(Error|Exception)\b: ")
 _EXTRA = "pip install 'kvcover[connector]'"
 
 
@@ -281,7 +282,10 @@ def _pip(release: str, target: Path, place: str, say: Callable[[str], None]) -> 
             raise InputError(place, "the package index can't be reached", "connect, or give the path of a working copy")
         if "No matching distribution" in text:
             raise InputError(place, f"the package index has no source of vLLM {release}", "see `kvcover releases`")
-        errors = [line for line in tail if "rror" in line] or tail
+        if "No space left on device" in text:
+            raise InputError(place, "the disk is full", "free some, or set KVCOVER_CACHE to a folder with 400 MB of room")
+        raised = [line for line in tail if _RAISED.match(line)]  # what pip says after it is less
+        errors = raised or [line for line in tail if "rror" in line] or tail
         raise InputError(place, f"pip failed: {errors[-1].strip()[:200] if errors else pip.process.returncode}", f"check {_EXTRA}")
 
 

@@ -169,6 +169,11 @@ def test_a_half_installed_release_is_never_a_tree(cache: Path, pip: Any) -> None
         ("NewConnectionError: Temporary failure in name resolution\\nERROR: No matching distribution", "can't be reached"),
         ("ERROR: No matching distribution found for vllm==0.27.9", "has no source of vLLM 0.27.9"),
         ("ModuleNotFoundError: No module named 'setuptools_scm'", "setuptools_scm"),
+        (
+            "  RuntimeError: no CMake\\nerror: metadata-generation-failed\\n× Encountered error while generating",
+            "RuntimeError: no CMake",
+        ),
+        ("  OSError: [Errno 28] No space left on device\\n× Encountered error while generating", "the disk is full"),
     ],
 )
 def test_why_pip_failed_is_said_in_one_line(cache: Path, pip: Any, output: str, said: str) -> None:
