@@ -53,6 +53,32 @@ EXPLORE = ("explore", *CONNECTOR, "--vllm", "0.33.0", "--seeds", "6")
 CORPUS = ("corpus", "vllm#47764", *CONNECTOR)
 GOOD = "ok: every decode rank had its cells at go"
 
+KVCOVER = ("-m", "kvcover")
+_LAUNCH = """
+import sys
+from kvcover.real_backend.tiers.hardware import launch
+from kvcover.sim.cli import fail
+from kvcover.sim.errors import InputError
+from kvcover.sim.scenario.scenario import build
+from kvcover.sim.signals import Ended, unwind_on_signals
+sizes = {"prefill": {"tp": 2}, "decode": {"tp": 2}, "model": "layers=2,mla=64+16", "fabric": "loopback", "generate_ns": 2000000000}
+unwind_on_signals()
+try:
+    result = launch(build(sizes | {"release": "0.33.0"}), "0.33.0", ("--loopback-test", "--no-self-test"), 140.0)
+    print(f"{result.outcome}: every decode rank had its cells at go")
+except InputError as error:
+    fail(str(error), error.exit_code)
+except Ended as end:
+    fail("ended", 128 + end.number)
+"""
+TORCHRUN = ("-c", _LAUNCH)
+"""What `kvcover run --tier hardware` does where there is the hardware, on this machine's memory over the loopback."""
+_PYTEST = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "--kvcover", "--kvcover-tier", "connector", "--kvcover-vllm", "0.33.0")
+_SCENARIO = (
+    """echo '{"release":"0.33.0","prefill":{"tp":2},"decode":{"tp":2},"model":"layers=2,mla=64+16","generate_ns":2000000000,"""
+    """"expect":{"outcome":"ok"}}' >s.json"""
+)
+
 LISTENERS = {
     "READ of 0.27.0": READ_27, "WRITE of 0.24.0": ("run", *CONNECTOR, "--release", "0.24.0", *SIZES, *MLA, *LONG), "matrix": MATRIX,
     "confirm": CONFIRM, "explore": EXPLORE, "corpus": CORPUS,
@@ -72,6 +98,7 @@ class Attack:
     env: tuple[tuple[str, str], ...] = ()
     needs: bool = True
     command: tuple[str, ...] = (*RUN, *LONG)
+    program: tuple[str, ...] = KVCOVER
     good: str = GOOD
     whole: tuple[str, ...] = ()
     """Files of the current folder that must be whole if they are there."""
@@ -222,6 +249,21 @@ def _others() -> Iterator[Attack]:
         "explore, a rank killed", at_work(4, signal.SIGKILL, "children", 2), command=(*EXPLORE, "--out", "found"), good="6 "
     )
     yield Attack("corpus, a rank killed", killed, command=CORPUS, good="")
+    for name, act, codes in (
+        ("strangers at every port", to_any_port(b"\xff" * 64), (0,)),
+        ("a rank killed", at_work(4, signal.SIGKILL, "children", 3, 4.0), (0, 2, 3)),
+        ("a rank stopped", at_work(4, signal.SIGSTOP, "children", 2, 8.0), (0, 2, 3)),
+        ("SIGTERM", at_work(4, signal.SIGTERM, "driver", 0, 4.0), (143,)),
+        ("SIGKILL", at_work(4, signal.SIGKILL, "driver", 0, 4.0), (-9,)),
+    ):
+        yield Attack(f"torchrun, {name}", act, codes, command=(), program=TORCHRUN)
+    for name, act, codes in (
+        ("a rank killed", killed, (0, 1)),
+        ("all stopped", at_work(6, signal.SIGSTOP, "children", -1), (0, 1)),
+        ("SIGINT", at_work(6, signal.SIGINT, "driver"), (2,)),
+        ("SIGTERM", at_work(6, signal.SIGTERM, "driver"), (-15,)),
+    ):
+        yield Attack(f"pytest, {name}", act, codes, _SCENARIO, command=("s.json",), program=_PYTEST, good="1 passed")
 
 
 ATTACKS = [*_signals(), *_limits(), *_surroundings(), *_sockets(), *_files(), *_time(), *_others()]
