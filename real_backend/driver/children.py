@@ -13,7 +13,7 @@ from kvcover.real_backend.driver.trial import EngineKey, Role
 from kvcover.sim.errors import MachineError
 
 _POLL_S = 0.01
-_BIND_LIMIT_S = 0.5
+_BIND_LIMIT_S = 3.0  # on a busy machine a thread that binds may come late, and its port would be nobody's
 _RESTART_LIMIT_S = 10.0
 _MOST_STARTS = 4.0
 _REST_S, _REST_SHARE = 1.0, 0.1

@@ -130,7 +130,8 @@ def launch(scenario: Scenario, vllm: str, options: tuple[str, ...], limit_s: flo
         given.write_bytes(msgspec.json.encode(scenario))
         command = python("-m", "kvcover.real_backend.tiers.one_node", "--nproc-per-node", str(ranks))
         command += ["-m", "kvcover.real_backend.tiers.torchrun", str(given), "-o", str(written), "--vllm", vllm, *options]
-        own = environment(KVCOVER_HOST_IP=os.environ.get("KVCOVER_HOST_IP", HOST))  # nobody else is to reach the ranks
+        # Nobody else is to reach the ranks; what they and torchrun leave when they are killed goes with the folder.
+        own = environment(KVCOVER_HOST_IP=os.environ.get("KVCOVER_HOST_IP", HOST), TMPDIR=str(work))
         with log.open("wb") as out, Launched(command, env=own, folder=work, stdout=out, stderr=out) as torchrun:
             try:
                 torchrun.process.wait(limit_s)

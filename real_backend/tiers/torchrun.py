@@ -16,6 +16,7 @@ import itertools
 import json
 import os
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -46,7 +47,6 @@ from kvcover.real_backend.machine.trees import Tree, choose, refuse_other_releas
 from kvcover.real_backend.tiers.meeting import Link, Meeting, Steps, join, newcomers, own_host
 from kvcover.real_backend.tiers.report import ON_GPU, to_result
 from kvcover.real_backend.tiers.session import Case, begin, failure, give_up, require, run_session, trial_of
-from kvcover.sim import launch
 from kvcover.sim.errors import Inconclusive, InputError, TierError
 
 _START_LIMIT_S = 300.0
@@ -112,7 +112,8 @@ def _be_rank(options: argparse.Namespace, case: Case, meeting: Meeting) -> None:
     host = own_host(test)
     device = _device(meeting.local_rank) if not test or options.device == "cuda" else "cpu"
     tree = _tree(options.vllm, (mine.role == "decode" and scenario.decode_release) or scenario.release)
-    with ExitStack() as stack, launch.work_folder() as work:
+    with ExitStack() as stack, tempfile.TemporaryDirectory(prefix="kvcover-") as folder:
+        work = Path(folder)
         ports = _agree_on_ports(meeting, trial, mine, host, stack)
         if test:
             prepare(tree.path, trial.limits.read_abort_s, options.device)
