@@ -64,7 +64,7 @@ from kvcover.sim.signals import Ended, unwind_on_signals
 sizes = {"prefill": {"tp": 2}, "decode": {"tp": 2}, "model": "layers=2,mla=64+16", "fabric": "loopback", "generate_ns": 2000000000}
 unwind_on_signals()
 try:
-    result = launch(build(sizes | {"release": "0.33.0"}), "0.33.0", ("--loopback-test", "--no-self-test"), 140.0)
+    result = launch(build(sizes | {"release": "0.33.0"}), "0.33.0", ("--loopback-test", "--no-self-test"), 280.0)
     print(f"{result.outcome}: every decode rank had its cells at go")
 except InputError as error:
     fail(str(error), error.exit_code)

@@ -18,7 +18,7 @@ from kvcover.sim.launch import environment
 from tests.unit.test_launch import await_none, marked
 
 MARK = "KVCOVER_TEST_MARK"
-LIMIT_S = 150.0
+LIMIT_S = 300.0
 FIRST, WINDOW, LAST = 10_000, 128, 30_000
 
 
