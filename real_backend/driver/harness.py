@@ -141,6 +141,8 @@ def drive(
     try:
         with Lookout(children.all, min(trial.limits.transfer_s, trial.limits.defer_s)) as lookout:
             seen = _drive(trial, children, faults, book, start_limit_s, started, lookout)
+    except ProcessDied as error:
+        raise _as_tier_error(error) from None
     except OSError as error:
         raise MachineError("--tier", f"the run could not go on: {error}", "free memory, files or disk") from None
     lookout.check(timeless=_all_well(trial, seen))

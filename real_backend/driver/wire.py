@@ -26,8 +26,13 @@ from kvcover.real_backend.driver.reports import (
     StepReport,
 )  # fmt: skip
 from kvcover.sim.cache.ledger import Count
+from kvcover.sim.cache.wrong import WrongCells
+from kvcover.sim.results.record import KeyRead, LegReads
 
-_KNOWN = (Admission, Aggregated, Count, Escaped, Forward, Post, RankReport, Reconciled, SchedulerReport, SentNotice, StepReport)
+_KNOWN = (
+    Admission, Aggregated, Count, Escaped, Forward, KeyRead, LegReads, Post, RankReport, Reconciled, SchedulerReport, SentNotice,
+    StepReport, WrongCells,
+)  # fmt: skip
 _CLASSES: dict[str, type[Any]] = {each.__name__: each for each in _KNOWN}
 _LONGEST = 256 << 20
 
@@ -75,9 +80,14 @@ def _to_lists(value: Any) -> Any:
     if isinstance(value, dict):
         return ["d", *(_to_lists(part) for pair in value.items() for part in pair)]
     name = type(value).__name__
-    if is_dataclass(value) and _CLASSES.get(name) is type(value):
-        return ["o", name, *(_to_lists(getattr(value, each.name)) for each in fields(value))]
+    if _CLASSES.get(name) is type(value):
+        return ["o", name, *(_to_lists(getattr(value, field)) for field in _fields(value))]
     raise TypeError(f"{name} is no plain data")
+
+
+def _fields(value: Any) -> tuple[str, ...]:
+    """The names of what a known class is made with, in order."""
+    return tuple(each.name for each in fields(value)) if is_dataclass(value) else value.__struct_fields__
 
 
 _SEQUENCES: dict[str, type[Any]] = {"l": list, "t": tuple, "s": set, "f": frozenset}

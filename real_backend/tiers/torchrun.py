@@ -262,12 +262,14 @@ def _schedule(trial: Trial, config: Any, ports: dict[Role, Ports], pipe: Wire) -
 
 
 def _answer(worker: DeviceWorker, pipe: Wire, spool: Spool) -> None:
-    with suppress(EOFError, OSError):
-        while True:
+    while True:
+        try:
             method, arguments = pipe.recv()
-            if method == "step":
-                arguments = (spool.take(arguments[0]), *arguments[1:])
-            pipe.send(getattr(worker, method)(*arguments))
+        except (EOFError, OSError):  # the leader is done
+            return
+        if method == "step":
+            arguments = (spool.take(arguments[0]), *arguments[1:])
+        pipe.send(getattr(worker, method)(*arguments))
 
 
 def _lead(

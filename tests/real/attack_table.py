@@ -249,20 +249,22 @@ def _others() -> Iterator[Attack]:
         "explore, a rank killed", at_work(4, signal.SIGKILL, "children", 2), command=(*EXPLORE, "--out", "found"), good="6 "
     )
     yield Attack("corpus, a rank killed", killed, command=CORPUS, good="")
-    for name, act, codes in (
+    ends: tuple[tuple[str, Act, tuple[int, ...]], ...] = (
         ("strangers at every port", to_any_port(b"\xff" * 64), (0,)),
         ("a rank killed", at_work(4, signal.SIGKILL, "children", 3, 4.0), (0, 2, 3)),
         ("a rank stopped", at_work(4, signal.SIGSTOP, "children", 2, 8.0), (0, 2, 3)),
         ("SIGTERM", at_work(4, signal.SIGTERM, "driver", 0, 4.0), (143,)),
         ("SIGKILL", at_work(4, signal.SIGKILL, "driver", 0, 4.0), (-9,)),
-    ):
+    )
+    for name, act, codes in ends:
         yield Attack(f"torchrun, {name}", act, codes, command=(), program=TORCHRUN)
-    for name, act, codes in (
+    ends = (
         ("a rank killed", killed, (0, 1)),
         ("all stopped", at_work(6, signal.SIGSTOP, "children", -1), (0, 1)),
         ("SIGINT", at_work(6, signal.SIGINT, "driver"), (2,)),
         ("SIGTERM", at_work(6, signal.SIGTERM, "driver"), (-15,)),
-    ):
+    )
+    for name, act, codes in ends:
         yield Attack(f"pytest, {name}", act, codes, _SCENARIO, command=("s.json",), program=_PYTEST, good="1 passed")
 
 

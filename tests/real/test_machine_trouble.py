@@ -17,10 +17,11 @@ from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Listener
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, cast, get_args, get_type_hints
 
 import pytest
 
+from kvcover.real_backend.driver import wire
 from kvcover.real_backend.driver.children import Children
 from kvcover.real_backend.driver.harness import refuse_foreign
 from kvcover.real_backend.driver.lookout import Lookout, _Clock
@@ -34,7 +35,10 @@ from kvcover.real_backend.machine import room
 from kvcover.real_backend.tiers.connector import _run_steadily
 from kvcover.real_backend.tiers.meeting import newcomers
 from kvcover.real_backend.tiers.translate import to_trial
+from kvcover.sim.cache.ledger import Count
+from kvcover.sim.cache.wrong import WrongCells
 from kvcover.sim.errors import MachineError, TierError, TooBusy
+from kvcover.sim.results.record import LegReads
 from kvcover.sim.scenario.scenario import build
 
 SMALL = {"release": "0.33.0", "model": "layers=2,mla=64+16", "prefill": {"tp": 2}, "decode": {"tp": 2}}
@@ -274,6 +278,7 @@ VALUES: list[Any] = [
     None, True, -1, 1 << 80, 1.5, "text", b"\x00bytes", [1, [2]], (1, (2,)), {3, 4}, frozenset({"a"}), {}, {1: "one", (2, 3): None},
     ("step", (7, Forward({0: 4096}, (1,)))), StepReport({"a"}, set(), {"b"}, {9}, Escaped("P0", "call", "KeyError", "x")),
     RankReport("P0", ((5, {"type": "remote_blocks"}),), (Post(1, "write", "D0", 0, 1),), {"k": ((1, 2),)}), Admission(1, True, 5),
+    Count(1, 2, 3), RankReport("D0", wrong=(WrongCells("D0", 0, {"stale": 2}, ["a cell"]),)),
 ]  # fmt: skip
 
 
@@ -281,6 +286,23 @@ VALUES: list[Any] = [
 def test_plain_data_comes_back_as_it_was(value: Any) -> None:
     back = decode(encode(value))
     assert back == value and type(back) is type(value)
+
+
+def test_every_class_that_a_report_holds_is_known() -> None:
+    """All that the classes of `reports` name in their fields, and what these name, but for what stays in the leader."""
+    known = set(wire._CLASSES.values())
+    named: set[type] = set()
+    todo = list(known)
+    while todo:
+        parts: list[Any] = list(get_type_hints(todo.pop()).values())
+        while parts:
+            part = parts.pop()
+            parts += get_args(part)
+            if isinstance(part, type) and part.__module__.startswith("kvcover") and part not in named:
+                named.add(part)
+                todo.append(part)
+    assert {Count, WrongCells, LegReads} <= named | {Count}
+    assert named <= known
 
 
 def test_nothing_else_can_be_sent() -> None:
