@@ -137,6 +137,7 @@ def _course(world: World, transfer: Transfer) -> Course:
         decode_dp=transfer.decode_dp,
         at_go=tuple(transfer.at_go) if transfer.went else None,
         at_end=tuple(_end_count(world, transfer, tp) for tp in range(world.setup.decode.tp)),
+        by_layer=_by_layer(world, transfer),
         bad_end=transfer.bad_end,
         admitted=bool(transfer.needs),
         ended=transfer.ended,
@@ -157,6 +158,14 @@ def _end_count(world: World, transfer: Transfer, tp: int) -> Count:
     if not transfer.needs:
         return Count(0, 0, world.setup.decode.needed(transfer.request))
     return world.decodes[transfer.decode_dp].ledger.count_all(tp, transfer.index, transfer.needs[tp])
+
+
+def _by_layer(world: World, transfer: Transfer) -> tuple[list[Count], ...] | None:
+    """What each rank held of each layer: at go, or at the end if it never went; None if decode never allocated blocks."""
+    if transfer.went or not transfer.needs:
+        return tuple(transfer.layers_at_go) or None
+    ledger = world.decodes[transfer.decode_dp].ledger
+    return tuple(ledger.count_each(tp, transfer.index, needs) for tp, needs in enumerate(transfer.needs))
 
 
 def replay_line(scenario: Scenario) -> str:

@@ -207,6 +207,12 @@ class Ledger:
         """How much of `need` the region holds in this rank and layer."""
         return self._count(self._regions[region][rank][layer], need)
 
+    def count_each(self, rank: int, region: int, need: Need) -> list[Count]:
+        """`count` of every layer of a rank; layers in the same state are looked at once."""
+        states = self._regions[region][rank]
+        counts = {state: self._count(state, need) for state in dict.fromkeys(states)}
+        return [counts[state] for state in states]
+
     def count_all(self, rank: int, region: int, need: Need) -> Count:
         """`count` over all layers of a rank; layers in the same state are looked at once."""
         covered = wrong = missing = 0

@@ -73,6 +73,11 @@ class Memory:
         group, place = self._places[layer]
         return self.ledgers[group].count(rank, place, region, needs[group])
 
+    def count_each(self, rank: int, region: int, needs: Needs) -> list[Count]:
+        """`count` of each layer of a rank, in order."""
+        counts = [ledger.count_each(rank, region, need) for ledger, need in zip(self.ledgers, needs, strict=True)]
+        return [counts[group][place] for group, place in self._places]
+
     def count_all(self, rank: int, region: int, needs: Needs) -> Count:
         """`count` over all layers of a rank."""
         counts = [ledger.count_all(rank, region, need) for ledger, need in zip(self.ledgers, needs, strict=True)]

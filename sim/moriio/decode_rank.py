@@ -87,14 +87,18 @@ class DecodeRank(Rank):
         """Decode uses this layer now: note what is there."""
         if self.gone:
             return
-        self._used(transfer, layer, self._ledger.count(self.tp, layer, transfer.index, transfer.needs[self.tp]))
+        count = self._ledger.count(self.tp, layer, transfer.index, transfer.needs[self.tp])
+        transfer.used(self.tp, layer, count)
+        self._note_short(transfer, layer, count)
 
     def look_at_all(self, transfer: Transfer) -> None:
         """Decode uses all layers from now on."""
-        self._used(transfer, -1, self._ledger.count_all(self.tp, transfer.index, transfer.needs[self.tp]))
+        mine = self.tp, transfer.index, transfer.needs[self.tp]
+        count = self._ledger.count_all(*mine)
+        transfer.used_all(self.tp, count, self._ledger.count_each(*mine))
+        self._note_short(transfer, -1, count)
 
-    def _used(self, transfer: Transfer, layer: int, count: Count) -> None:
-        transfer.used(self.tp, count)
+    def _note_short(self, transfer: Transfer, layer: int, count: Count) -> None:
         if count.covered < count.cells:
             self.context.log("short", self.name, "", transfer.index, layer, Short(count.covered, count.cells))
 

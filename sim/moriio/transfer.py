@@ -77,6 +77,7 @@ class Transfer:
         self.decode_dp = request.decode_dp
         self.needs: list[Needs] = []
         self.at_go: list[Count] = []
+        self.layers_at_go: list[list[Count]] = []  # the same by TP rank and layer
         self.went = False
         self.ended = False
         self.bad_end = ""  # refused, failed, recomputed or crash
@@ -97,6 +98,7 @@ class Transfer:
         self.decode_tables = tables
         tp = self._decode.tp
         self.at_go = [Count(0, 0, 0)] * tp
+        self.layers_at_go = [[Count(0, 0, 0)] * len(self._decode.places) for _ in range(tp)]
         contents = [table.contents(self.contents, self.state) for table in self._decode.tables]
         self.needs = [needs_of(self._decode.groups, tables, contents, rank, tp) for rank in range(tp)]
 
@@ -107,9 +109,15 @@ class Transfer:
             if self.on_finish is not None:
                 self.on_finish()
 
-    def used(self, tp: int, count: Count) -> None:
+    def used(self, tp: int, layer: int, count: Count) -> None:
         """Add what one layer of rank `tp` held when decode used it."""
         self.at_go[tp] += count
+        self.layers_at_go[tp][layer] += count
+
+    def used_all(self, tp: int, count: Count, by_layer: list[Count]) -> None:
+        """Add what all layers of rank `tp` held when decode used them."""
+        self.at_go[tp] += count
+        self.layers_at_go[tp] = by_layer
 
 
 def transfers_of(setup: Setup) -> list[Transfer]:

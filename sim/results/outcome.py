@@ -57,9 +57,19 @@ def rank_coverages(record: Record) -> list[RankCoverage]:
                     missing=total.missing / total.cells if mine else None,
                     told=bool(asked) and all((name, t.index) in told for t in asked) if mine else None,
                     coverage_end=end.covered / end.cells if mine else None,
+                    by_layer=_by_layer(mine, tp),
                 )
             )
     return ranks
+
+
+def _by_layer(courses: list[Course], tp: int) -> list[float | None] | None:
+    """Coverage of each layer of one decode rank, over its requests; None if it had none, or it is not known of all."""
+    known = [course.by_layer[tp] for course in courses if course.by_layer is not None]
+    if not courses or len(known) < len(courses):
+        return None
+    counts = known[0] if len(known) == 1 else [sum(layer, Count(0, 0, 0)) for layer in zip(*known, strict=True)]
+    return [count.covered / count.cells if count.cells else None for count in counts]
 
 
 def sets_of(record: Record, ranks: list[RankCoverage]) -> Sets:

@@ -58,19 +58,32 @@ def read_rows(path: str | Path) -> list[dict[str, Any]]:
     `FILE:3` is the third alone, `FILE:before` and `FILE:after` are the sides; `-` is standard input.
     """
     file, pick = _pick(str(path))
-    text = read_text(file, _MOST, _HINT)
-    found = _one_document(text, file)
-    if found is None:
-        found = [_line(line, f"{file}: line {number}") for number, line in enumerate(text.splitlines(), 1) if line.strip()]
-    rows = [row for each in found for row in _sides(each, file)]
-    if not rows:
-        raise InputError(file, "holds no result", _HINT)
+    rows = [row for each in _objects(file) for row in sides_of(each, file)]
     if pick is None:
         return rows
     names = [row.get("confirmation", str(number)) for number, row in enumerate(rows, 1)]
     if pick not in names:
         raise InputError(str(path), f"has no result {pick!r}", f"{file} has {names[0]} to {names[-1]}" if rows else _HINT)
     return [rows[names.index(pick)]]
+
+
+def read_objects(path: str | Path) -> list[dict[str, Any]]:
+    """Every JSON object in a file that any command's `--json` or `-o` wrote, as it is; of FILE:3 that result alone."""
+    file, pick = _pick(str(path))
+    return _objects(file) if pick is None else read_rows(path)
+
+
+def _objects(file: str) -> list[dict[str, Any]]:
+    """The objects in a file: one, an array of them, or one a line; at least one."""
+    text = read_text(file, _MOST, _HINT)
+    found = _one_document(text, file)
+    if found is None:
+        found = [_line(line, f"{file}: line {number}") for number, line in enumerate(text.splitlines(), 1) if line.strip()]
+    if not found:
+        raise InputError(file, "holds no result", _HINT)
+    if (odd := next((each for each in found if not isinstance(each, dict)), found)) is not found:
+        raise InputError(file, f"{short(odd)} is no result of kvcover", _HINT)
+    return found
 
 
 def _pick(place: str) -> tuple[str, str | None]:
@@ -80,10 +93,8 @@ def _pick(place: str) -> tuple[str, str | None]:
     return (file, pick.lstrip("0")) if chosen and not os.path.exists(place) else (place, None)
 
 
-def _sides(found: Any, place: str) -> list[dict[str, Any]]:
+def sides_of(found: dict[str, Any], place: str) -> list[dict[str, Any]]:
     """The results in one JSON object: itself, or the two of a confirmation, each with its name in `confirmation`."""
-    if not isinstance(found, dict):
-        raise InputError(place, f"{short(found)} is no result of kvcover", _HINT)
     if found.get("kind") != "confirmation":
         return [found]
     rows = []
@@ -141,7 +152,11 @@ def _check_sense(result: Result, place: str) -> None:
             raise InputError(f"{place}: outcome", f"{short(outcome)} is none", f"one of {', '.join(OUTCOMES)} or vacuous is")
     if not result.by_request or not result.by_rank:
         raise InputError(place, "is of no request, or of no decode rank", _HINT)
-    ranks = [share for rank in result.by_rank for share in (rank.coverage, rank.wrong, rank.missing, rank.coverage_end)]
+    ranks = [
+        share
+        for rank in result.by_rank
+        for share in (rank.coverage, rank.wrong, rank.missing, rank.coverage_end, *(rank.by_layer or ()))
+    ]
     for share in (result.coverage, result.coverage_end, result.wrong, *ranks):
         if share is not None and not 0 <= share <= 1:
             raise InputError(f"{place}: coverage", f"{share:g} is no share of the cells", "it lies between 0 and 1")

@@ -18,7 +18,8 @@ class Course(msgspec.Struct, frozen=True, kw_only=True):
     """What became of one request.
 
     `prefill_dp` and `decode_dp` are where its legs really went. `at_go` counts the cells of each TP rank of that decode DP
-    rank when decode used them (None: it never did), `at_end` when the run was over. `bad_end` is refused, failed, recomputed
+    rank when decode used them (None: it never did), `at_end` when the run was over; `by_layer` counts what `cells` does, layer by
+    layer (None: not known). `bad_end` is refused, failed, recomputed
     or crash. `lost` says that an engine which had it died, `held` that one still has blocks for it, `late` that blocks or a
     step waited until a timer fired. Times are in ns, -1 where there was none or the tier does not know.
     """
@@ -28,6 +29,7 @@ class Course(msgspec.Struct, frozen=True, kw_only=True):
     decode_dp: int
     at_go: tuple[Count, ...] | None
     at_end: tuple[Count, ...]
+    by_layer: tuple[list[Count], ...] | None = None
     bad_end: str = ""
     admitted: bool = True
     ended: bool = True

@@ -28,7 +28,10 @@ Shown = Literal["heals", "mitigates", "not shown"]
 
 
 class RankCoverage(msgspec.Struct, frozen=True, kw_only=True):
-    """Fractions of the cells that one decode rank needs, at go (and at the end); None when it needs none."""
+    """Fractions of the cells that one decode rank needs, at go (and at the end); None when it needs none.
+
+    `by_layer` is `coverage` of each layer in order, None for one that needs none; None where the tier doesn't tell.
+    """
 
     dp: int
     tp: int
@@ -37,6 +40,7 @@ class RankCoverage(msgspec.Struct, frozen=True, kw_only=True):
     missing: float | None
     told: bool | None
     coverage_end: float | None = None
+    by_layer: list[float | None] | None = None
 
 
 class Sets(msgspec.Struct, frozen=True, kw_only=True):
