@@ -3,12 +3,16 @@
 (() => {
   document.documentElement.classList.add("js");
   const runOf = (link) => document.getElementById(link.hash.slice(1)).closest("details");
-  const addressOf = (run) => "#" + run.querySelector(".inside").id;
   const cells = [...document.querySelectorAll("a.cell")];
-  const opened = new Map(); // which cell opened a run, to go back to
+  const cellsOf = new Map(); // by run: a run may stand in several tables
+  for (const cell of cells) {
+    const run = runOf(cell);
+    cellsOf.set(run, [...(cellsOf.get(run) || []), cell]);
+  }
+  const opened = new Map(); // which cell or link opened a run, to go back to
 
   const mark = (run) => {
-    for (const cell of cells) if (cell.hash === addressOf(run)) cell.setAttribute("aria-expanded", String(run.open));
+    for (const cell of cellsOf.get(run) || []) cell.setAttribute("aria-expanded", String(run.open));
   };
   const show = (run, by) => {
     run.open = true;
@@ -19,8 +23,8 @@
   };
   const close = (run) => {
     run.open = false;
-    const cell = opened.get(run) || cells.find((each) => each.hash === addressOf(run));
-    if (cell) cell.focus();
+    const back = opened.get(run) || (cellsOf.get(run) || [])[0];
+    if (back) back.focus();
   };
 
   for (const cell of cells) {
@@ -56,7 +60,6 @@
     run.addEventListener("keydown", (event) => {
       if (event.key === "Escape") close(run);
     });
-    mark(run);
   }
   // Links to a run from other tables, and the address that the page was opened with.
   const follow = () => {
