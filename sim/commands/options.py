@@ -219,17 +219,17 @@ def build_scenario(data: dict[str, Any]) -> Scenario:
     return build(data)
 
 
-def write_output(path: str | None, text: str, option: str = "-o") -> None:
-    """Write a result file whole or not at all; where `path` is a link, the file that it points to."""
+def write_output(path: str | None, content: str | bytes, option: str = "-o") -> None:
+    """Write a result file, text or a picture, whole or not at all; where `path` is a link, the file that it points to."""
     if path is None:
         return
     target = _output_file(path, option)
     name = target.parent / f".kvcover-{os.urandom(6).hex()}"
     try:
-        with open(name, "x", encoding="utf-8") as file:  # with the mode that the umask leaves
+        with open(name, "xb") as file:  # with the mode that the umask leaves
             if target.exists():
                 os.fchmod(file.fileno(), target.stat().st_mode & 0o777)
-            file.write(text)
+            file.write(content.encode() if isinstance(content, str) else content)
         os.replace(name, target)
     except OSError as error:
         raise InputError(option, f"can't write {path!r}: {error.strerror}", "name a file in a folder that exists") from None

@@ -38,6 +38,15 @@ def command(results: tuple[str, ...], output: str, baseline: str | None) -> None
     before = [] if baseline is None else gather([baseline]).runs
     if baseline is not None and not before:
         raise InputError("--baseline", f"{short(baseline)} holds no runs to compare with", "give what `kvcover matrix -o` wrote")
-    from kvcover.sim.report.page import page
+    if kind == ".png":
+        from kvcover.sim.report.picture import picture
 
-    write_output(output, page(material, before))
+        write_output(output, picture(material, ", ".join(results)))
+    elif kind == ".md":
+        from kvcover.sim.report.markdown import markdown
+
+        write_output(output, markdown(material, before))
+    else:
+        from kvcover.sim.report.page import page
+
+        write_output(output, page(material, before))

@@ -8,135 +8,34 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import re
-from collections import Counter
 from collections.abc import Sequence
-from importlib.resources import files
 from typing import Any
 
-import msgspec
 from jinja2 import DictLoader, Environment, StrictUndefined
 from markupsafe import Markup
 
-from kvcover import __version__
 from kvcover.sim.plain import harmless
+from kvcover.sim.report.content import FILTERS, content, own
 from kvcover.sim.report.gather import Material, Run
-from kvcover.sim.report.views import (
-    Changed,
-    Heat,
-    changes,
-    faults_of,
-    heats_of,
-    layers_of,
-    pair_of,
-    ran,
-    releases_beside,
-    reports_of,
-    routers_of,
-    tally,
-)
-from kvcover.sim.results.chains import span
-from kvcover.sim.results.result import GOOD, MEANING, Check, RankCoverage, Remedies, Result, caught, raced
-from kvcover.sim.results.show import fraction
-from kvcover.sim.results.verdict import together
-from kvcover.sim.search.compat import Cell
 
 _SHADES = [("c0", "0"), *((f"c{tenth}", f"0.{tenth}") for tenth in range(1, 10)), ("full", "1")]
-_MARKS = {"pass": "✓", "fail": "✕", "inconclusive": "?"}
-_SAID = {"pass": "good", "fail": "not good", "inconclusive": "shows nothing"}
-
-
-class RouterTable(msgspec.Struct, frozen=True):
-    """Router × release of one mode."""
-
-    columns: list[str]
-    rows: dict[str, dict[str, Cell]]
 
 
 def page(material: Material, baseline: Sequence[Run] = ()) -> str:
     """The page. `baseline` are runs to compare with; none: there is no such section."""
-    environment = _environment()
-    heats = heats_of(material.runs)
-    maps: dict[str, list[Heat]] = {}
-    for heat in heats:
-        if len(heat.runs) > 1:
-            maps.setdefault(heat.setting.ran, []).append(heat)
-    changed, gone = changes(material.runs, baseline) if baseline else ([], [])
-    report_columns, reports = reports_of(material.runs)
-    shown: dict[str, Any] = {
-        "confirmed": material.confirmed,
-        "changed": changed,
-        "maps": maps,
-        "beside": releases_beside(heats),
-        "routers": _by_mode(routers_of(material, heats)),
-        "faults": faults_of(heats),
-        "reports": reports,
-        "explored": material.explored,
-        "singles": [run for heat in heats if len(heat.runs) == 1 for run in heat.runs.values()],
-    }
-    return environment.get_template("page.html").render(
-        shown,
-        gone=gone,
-        report_columns=report_columns,
-        title=title_of(material),
-        places=material.places,
-        sections=[(anchor, name) for key, (anchor, name) in _SECTIONS.items() if shown[key]],
-        meaning=MEANING,
-        outcomes=[name for name in MEANING if any(run.result.outcome == name for run in material.runs)],
-        shades=_SHADES,
-        style=Markup(_own("page.css")),
-        script=Markup(_own("page.js")),
-        version=__version__,
-    )
-
-
-_SECTIONS = {
-    "confirmed": ("confirmed", "Did the fix help?"),
-    "changed": ("baseline", "Differences from the baseline"),
-    "maps": ("pairings", "TP pairings"),
-    "beside": ("releases", "Release against release"),
-    "routers": ("routers", "Router × release"),
-    "faults": ("faults", "Faults"),
-    "reports": ("reports", "Public reports"),
-    "explored": ("explored", "Explored"),
-    "singles": ("runs", "Runs"),
-}
-
-
-def title_of(material: Material) -> str:
-    """What was found, in one line."""
-    runs = material.runs
-    if not runs:
-        parts = [f"{len(material.routers)} cells of routers and releases"] if material.routers else []
-        return ", ".join([*parts, *(f"{each.runs} runs explored, {each.failures} failures" for each in material.explored)])
-    counts = Counter(run.verdict.status for run in runs)
-    whole = together([(str(run.number), run.verdict) for run in runs])
-    told = ", ".join(f"{counts[status]} {said}" for status, said in _SAID.items() if counts[status])
-    return f"{len(runs)} run{'s' * (len(runs) > 1)}: {told}" + ("" if whole.status != "pass" or len(runs) == 1 else ", so all is well")
-
-
-def _environment() -> Environment:
     environment = Environment(
-        loader=DictLoader({"page.html": _own("page.html")}),
+        loader=DictLoader({"page.html": own("page.html")}),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
         finalize=_harmless,
     )
-    environment.filters |= {
-        "fraction": fraction, "heat": lambda run: _shade(run.result.coverage), "shade": _shade, "ran": ran, "tally": tally,
-        "mark": lambda run: _MARKS[run.verdict.status], "said": lambda run: _SAID[run.verdict.status], "outcome": _outcome,
-        "title": _title, "ranks": _ranks, "rank": _rank, "went": _went, "layers": layers_of, "raised": caught,
-        "remedies": lambda result: isinstance(result.remedies, Remedies), "verdicts": _verdicts, "counted": _counted,
-        "kinds": _kinds, "word": lambda text: re.sub("[^a-z]+", "-", {"can't be told": "unclear"}.get(text, text)),
-        "sha256": _sha256,
-    }  # fmt: skip
-    return environment
-
-
-def _own(name: str) -> str:
-    return files("kvcover.sim.report").joinpath(name).read_text(encoding="utf-8")
+    shades = {"heat": lambda run: _shade(run.result.coverage), "shade": _shade, "sha256": _sha256}
+    environment.filters |= FILTERS | shades
+    style, script = Markup(own("page.css")), Markup(own("page.js"))
+    template = environment.get_template("page.html")
+    return template.render(content(material, baseline), shades=_SHADES, style=style, script=script)
 
 
 def _harmless(value: Any) -> Any:
@@ -153,48 +52,3 @@ def _shade(coverage: float | None) -> str:
     if coverage is None:
         return "none"
     return "full" if coverage == 1 else "c0" if coverage == 0 else f"c{min(max(int(coverage * 10), 1), 9)}"
-
-
-def _outcome(run: Run) -> str:
-    return run.result.outcome + (", race" if run.result.outcome in GOOD and raced(run.result.checks) else "")
-
-
-def _title(result: Result) -> str:
-    prefill, decode = pair_of(result)
-    dps = [f" DP{size['dp']}" if size["dp"] > 1 else "" for size in (result.prefill, result.decode)]
-    return f"{result.mode.upper()} P TP{prefill}{dps[0]} → D TP{decode}{dps[1]}, vLLM {ran(result)}"
-
-
-def _ranks(names: list[str]) -> str:
-    return span(names) if all(len(name) < 16 for name in names) else ", ".join(names)
-
-
-def _rank(rank: RankCoverage, result: Result) -> str:
-    return f"D{rank.dp}.{rank.tp}" if result.decode["dp"] > 1 else f"D{rank.tp}"
-
-
-def _went(result: Result) -> bool:
-    """Whether decode used its cells, so that coverage is that at go."""
-    return any(check.name == "coverage-at-go" and check.verdict != "unknown" for check in result.checks)
-
-
-def _verdicts(checks: list[Check], verdict: str) -> list[Check]:
-    return [check for check in checks if check.verdict == verdict]
-
-
-def _counted(words: list[str]) -> str:
-    return ", ".join(f"{count} {word}" for word, count in Counter(words).items())
-
-
-def _kinds(changed: list[Changed]) -> str:
-    return _counted([each.kind for each in changed])
-
-
-def _by_mode(found: list[Cell]) -> dict[str, RouterTable]:
-    tables: dict[str, RouterTable] = {}
-    for cell in found:
-        table = tables.setdefault(cell.mode, RouterTable([], {}))
-        if cell.release not in table.columns:
-            table.columns.append(cell.release)
-        table.rows.setdefault(cell.router, {})[cell.release] = cell
-    return tables
