@@ -97,7 +97,9 @@ def _title_of(material: Material) -> str:
     counts = Counter(run.verdict.status for run in runs)
     whole = together([(str(run.number), run.verdict) for run in runs])
     told = ", ".join(f"{counts[status]} {said}" for status, said in _SAID.items() if counts[status])
-    return f"{len(runs)} run{'s' * (len(runs) > 1)}: {told}" + ("" if whole.status != "pass" or len(runs) == 1 else ", so all is well")
+    return f"{len(runs)} run{'s' * (len(runs) > 1)}: {told}" + (
+        "" if whole.status != "pass" or len(runs) == 1 else ", so all is well"
+    )
 
 
 def _outcome(run: Run) -> str:
@@ -132,7 +134,9 @@ def _counted(words: list[str]) -> str:
 
 
 def _kinds(changed: list[Changed]) -> str:
-    return _counted([each.kind for each in changed])
+    """`2 worse, 14 same`."""
+    order = ("worse", "can't be told", "better", "as bad, but otherwise", "same", "not in the baseline")
+    return _counted(sorted((each.kind for each in changed), key=order.index))
 
 
 def _by_mode(found: list[Cell]) -> dict[str, RouterTable]:
@@ -143,6 +147,13 @@ def _by_mode(found: list[Cell]) -> dict[str, RouterTable]:
             table.columns.append(cell.release)
         table.rows.setdefault(cell.router, {})[cell.release] = cell
     return tables
+
+
+def shade(coverage: float | None) -> str:
+    """The class of a colour; full is full only if nothing is missing, and 0 only if all is."""
+    if coverage is None:
+        return "none"
+    return "full" if coverage == 1 else "c0" if coverage == 0 else f"c{min(max(int(coverage * 10), 1), 9)}"
 
 
 FILTERS: dict[str, Any] = {

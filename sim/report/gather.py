@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -108,7 +108,7 @@ def _run(found: Material, row: dict[str, Any], place: str) -> Run:
     said = row.get("corpus")
     told = said if isinstance(said, dict) else {}
     report = " ".join(str(told.get(name) or "") for name in ("report", "variant")).strip()
-    verdict = verdict_of(result, place)
+    verdict = _verdict(result, place)
     run = Run(
         number=len(found.runs) + 1, place=place, result=result, verdict=verdict, report=report,
         as_expected=told.get("as_expected") is not False,
@@ -117,7 +117,7 @@ def _run(found: Material, row: dict[str, Any], place: str) -> Run:
     return run
 
 
-def verdict_of(result: Result, place: str) -> Verdict:
+def _verdict(result: Result, place: str) -> Verdict:
     """What the judge says of a result; raises InputError, which names the place, for a scenario that is none."""
     try:
         return judge_run(result)
@@ -137,8 +137,3 @@ def _convert(row: dict[str, Any], kind: type[T], place: str) -> T:
         return msgspec.convert(row, kind, strict=True)
     except (msgspec.ValidationError, RecursionError, UnicodeError) as error:
         raise InputError(place, f"is none of kvcover's results: {error}", _HINT) from None
-
-
-def places_of(runs: Iterable[Run]) -> list[str]:
-    """The files that runs came from, each once."""
-    return list(dict.fromkeys(run.place.partition(": result ")[0] for run in runs))

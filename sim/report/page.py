@@ -15,7 +15,7 @@ from jinja2 import DictLoader, Environment, StrictUndefined
 from markupsafe import Markup
 
 from kvcover.sim.plain import harmless
-from kvcover.sim.report.content import FILTERS, content, own
+from kvcover.sim.report.content import FILTERS, content, own, shade
 from kvcover.sim.report.gather import Material, Run
 
 _SHADES = [("c0", "0"), *((f"c{tenth}", f"0.{tenth}") for tenth in range(1, 10)), ("full", "1")]
@@ -31,7 +31,7 @@ def page(material: Material, baseline: Sequence[Run] = ()) -> str:
         lstrip_blocks=True,
         finalize=_harmless,
     )
-    shades = {"heat": lambda run: _shade(run.result.coverage), "shade": _shade, "sha256": _sha256}
+    shades = {"heat": lambda run: shade(run.result.coverage), "shade": shade, "sha256": _sha256}
     environment.filters |= FILTERS | shades
     style, script = Markup(own("page.css")), Markup(own("page.js"))
     template = environment.get_template("page.html")
@@ -45,10 +45,3 @@ def _harmless(value: Any) -> Any:
 
 def _sha256(text: str) -> str:
     return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
-
-
-def _shade(coverage: float | None) -> str:
-    """The class of a colour; full is full only if nothing is missing, and 0 only if all is."""
-    if coverage is None:
-        return "none"
-    return "full" if coverage == 1 else "c0" if coverage == 0 else f"c{min(max(int(coverage * 10), 1), 9)}"

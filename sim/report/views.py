@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
 
+from kvcover.sim.errors import InputError
 from kvcover.sim.report.gather import Material, Run
-from kvcover.sim.results.regress import Change, change, scenario_fields
+from kvcover.sim.results.regress import Change, change, pairing, scenario_fields
 from kvcover.sim.results.result import GOOD, OUTCOMES, Result, raced
 from kvcover.sim.scenario.scenario import build
 from kvcover.sim.search.compat import Cell, cells
@@ -226,17 +227,28 @@ class Changed(msgspec.Struct, frozen=True):
 
 
 def changes(runs: Sequence[Run], baseline: Sequence[Run]) -> tuple[list[Changed], list[Run]]:
-    """Every run beside that of the baseline: of the same release if there is one, else of any; and what is only there."""
+    """Every run beside that of the baseline: of the same release if there is one, else of the only one; and what is only there.
+
+    Raises InputError if the baseline has several runs of a scenario, and none on the same release.
+    """
     known: dict[Any, list[Run]] = {}
     for run in baseline:
         known.setdefault(_same(run), []).append(run)
     found, met = [], set()
     for run in runs:
-        there = known.get(_same(run), [])
-        before = next((each for each in there if ran(each.result) == ran(run.result)), there[0] if there else None)
+        before = _before(run, known.get(_same(run), []))
         met.add(None if before is None else before.number)
         found.append(Changed(run, before, Change() if before is None else change(before.result, run.result)))
     return found, [run for run in baseline if run.number not in met]
+
+
+def _before(run: Run, there: list[Run]) -> Run | None:
+    same = [each for each in there if ran(each.result) == ran(run.result)]
+    if len(same or there) > 1:
+        what = "on the same release" if same else "on " + " and ".join(dict.fromkeys(ran(each.result) for each in there))
+        cell = pairing(run.result.mode, *pair_of(run.result))
+        raise InputError("--baseline", f"holds {len(same or there)} runs like {cell}, {what}", "give one of each")
+    return next(iter(same or there), None)
 
 
 def _same(run: Run) -> Any:
@@ -258,14 +270,3 @@ def layers_of(result: Result) -> Layers:
         else:
             columns.append((layer, layer, values))
     return [(f"{first}–{last}" if last > first else f"{first}", values) for first, last, values in columns]
-
-
-By = Callable[[Run], str]
-
-
-def grouped(runs: Iterable[Run], by: By) -> dict[str, list[Run]]:
-    """Runs by a word, in order."""
-    found: dict[str, list[Run]] = {}
-    for run in runs:
-        found.setdefault(by(run), []).append(run)
-    return found
