@@ -129,6 +129,18 @@ def steps_of_result(place: str, result: Result) -> list[Step]:
         raise InputError(place, "keeps no events of its run", "write it again with `kvcover run -o FILE`") from None
 
 
+def traced(setup: Setup) -> tuple[Result, list[Step]]:
+    """As `run_world`, and every event; batches with when they were posted, which the history does not have."""
+    world = World(setup)
+    world.context.posts = posts = {}
+    result = played(world)
+    steps = []
+    for step, row in zip(steps_of(world.history.rows), world.history.rows, strict=True):
+        at = posts.get(row[:6])
+        steps.append(step if at is None else msgspec.structs.replace(step, time_ns=at, took_ns=row[0] - at))
+    return result, steps
+
+
 def _course(world: World, transfer: Transfer) -> Course:
     prefill, decode, index = world.prefills[transfer.prefill_dp], world.decodes[transfer.decode_dp], transfer.index
     return Course(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,8 @@ from kvcover.sim.progress import ASKED
 from kvcover.sim.tiers import TIERS
 
 if TYPE_CHECKING:
+    from kvcover.sim.results.depart import Step
+    from kvcover.sim.results.result import Result
     from kvcover.sim.results.verdict import Verdict
     from kvcover.sim.scenario.scenario import Mode, Scenario
 
@@ -235,6 +237,16 @@ def write_output(path: str | None, content: str | bytes, option: str = "-o") -> 
         raise InputError(option, f"can't write {path!r}: {error.strerror}", "name a file in a folder that exists") from None
     finally:
         name.unlink(missing_ok=True)
+
+
+def write_trace(path: str, scenario: Scenario, result: Result, steps: Sequence[Step]) -> None:
+    """Write the events of a run: as a timeline for Perfetto, or one a line if the file's name ends in `.jsonl`."""
+    from kvcover.sim.results.trace import lines, trace
+    from kvcover.sim.scenario.setup import resolve
+
+    several = len((result.backend or {}).get("hosts", {})) > 1
+    text = lines(steps) if path.endswith(".jsonl") else trace(resolve(scenario), steps, one_clock=not several)
+    write_output(path, text, "--trace")
 
 
 def check_output(path: str | None, *inputs: object, option: str = "-o") -> None:

@@ -22,6 +22,7 @@ from kvcover.sim.commands.options import (
     scenario_options,
     sizes,
     write_output,
+    write_trace,
 )
 from kvcover.sim.errors import InputError
 
@@ -37,7 +38,11 @@ if TYPE_CHECKING:
 @click.option("--prefill", metavar="tp=N[,dp=N[,pods=N]]", help="Size of the prefill engine.")
 @click.option("--decode", metavar="tp=N[,dp=N[,pods=N]]", help="Size of the decode engine.")
 @click.option("--keep", metavar="DIR", help="Leave all evidence in a new folder, also if it fails: logs, versions, a summary.")
-@click.option("--trace", metavar="FILE", help="Write every event as a timeline for Perfetto or chrome://tracing.")
+@click.option(
+    "--trace",
+    metavar="FILE",
+    help="Write every event as a timeline for Perfetto or chrome://tracing; a name in .jsonl: a line an event.",
+)
 @click.option("-v", "--verbose", is_flag=True, help="Of a real run: keys that were read of its legs, wrong cells, tracebacks.")
 @junit_option
 @causes_options
@@ -133,16 +138,13 @@ def _check_trace(path: str | None, output: str | None, *inputs: str | None) -> N
 
 def _run_traced(tier: Tier, built: Scenario, path: str, vllm: str | None) -> Result:
     """Run and write the timeline: a view of the finished history, so that a run without one pays nothing."""
-    from kvcover.sim.results.depart import steps_of
-    from kvcover.sim.results.trace import trace
     from kvcover.sim.scenario.setup import resolve
-    from kvcover.sim.simulate import run_world, steps_of_result
+    from kvcover.sim.simulate import steps_of_result, traced
 
     if tier.can.virtual_time:
-        result, world = run_world(resolve(built))
-        steps, hosts = steps_of(world.history.rows), {}
+        result, steps = traced(resolve(built))
     else:
         result = tier.run(built, vllm)
-        steps, hosts = steps_of_result("--trace", result), (result.backend or {}).get("hosts", {})
-    write_output(path, trace(resolve(built), steps, one_clock=len(hosts) < 2), "--trace")
+        steps = steps_of_result("--trace", result)
+    write_trace(path, built, result, steps)
     return result

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from kvcover.sim.commands.options import causes_options, check_causes
+from kvcover.sim.commands.options import causes_options, check_causes, check_output, write_trace
 from kvcover.sim.errors import InputError, plain
 
 if TYPE_CHECKING:
@@ -18,8 +18,9 @@ if TYPE_CHECKING:
 @click.argument("result")
 @click.option("--request", type=int, default=0, show_default=True, metavar="N", help="Which request to tell of.")
 @click.option("--baseline", metavar="FILE", help="Another result, of any tier: name the first events that only one of both has.")
+@click.option("--trace", metavar="FILE", help="Write every event as a timeline for Perfetto; a name in .jsonl: a line an event.")
 @causes_options
-def command(result: str, request: int, baseline: str | None, causes: bool, budget: float | None) -> None:
+def command(result: str, request: int, baseline: str | None, trace: str | None, causes: bool, budget: float | None) -> None:
     """Tell the story of one request, from the router to its outcome, with times.
 
     RESULT is a file written by `kvcover run -o`, or - for standard input; of a matrix's, FILE:3 is its third result, of a
@@ -27,6 +28,7 @@ def command(result: str, request: int, baseline: str | None, causes: bool, budge
     events in which it departs from what the model plays. One of the model is run again, and must give the same history.
     """
     check_causes(causes, budget)
+    check_output(trace, result, baseline, option="--trace")
     told = _read(result)
     other = None if baseline is None else _read(baseline)
     from kvcover.sim.results.depart import departures, steps_of
@@ -55,6 +57,10 @@ def command(result: str, request: int, baseline: str | None, causes: bool, budge
     if other is not None and baseline is not None:
         lines = departures(steps_of_result(result, told), steps_of_result(baseline, other), baseline)
         _tell_departures(lines, baseline)
+    if trace is not None:
+        from kvcover.sim.simulate import traced
+
+        write_trace(trace, setup.scenario, told, steps_of_result(result, told) if told.digest is None else traced(setup)[1])
     if causes:
         from kvcover.sim.results.show import show_findings
         from kvcover.sim.search.causes import explain

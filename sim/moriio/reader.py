@@ -304,6 +304,7 @@ class Reader:
             self.rank.land(layer, now or copy, transfer, source.rank.name, "read")
 
         clock = self.context.clock
+        self.context.note_post("read", at, source.rank.name, self.name, transfer.index, layer)
         if at <= clock.now:
             landed(None)
         else:

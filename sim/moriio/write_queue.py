@@ -45,6 +45,7 @@ class WriteQueue:
             if land > job.last_land:
                 job.last_land = land
             job.in_flight += 1
+            self.context.note_post("wrote", land, self.name, rank.name, job.transfer.index, layer)
             clock.after(land - now, partial(self._landed, job, rank, copy, layer))
 
     def fail(self, job: Job, layer: int, failed: Failed) -> None:
@@ -79,6 +80,7 @@ class WriteQueue:
         job.last_land = max(job.last_land, effect.done_at)
         if effect.land_at is not None:
             part = copy.part(effect.fraction)
+            self.context.note_post("wrote", effect.land_at, self.name, rank.name, job.transfer.index, layer)
             clock.after(effect.land_at - now, lambda _event: self._land(job, rank, part, layer))
         failed = Failed(effect.error, "gone" if rank.gone else "planned") if effect.error else None
         if effect.done_at < NEVER:

@@ -54,7 +54,10 @@ _PLACE = {kind: place for place, kind in enumerate(_BY)}
 
 
 class Step(msgspec.Struct, frozen=True, array_like=True):
-    """An event as a result keeps it: `detail` are the kind's own fields in words, `took_ns` how long a batch was under way."""
+    """An event as a result keeps it: `detail` are the kind's own fields in words.
+
+    `took_ns` is how long a batch was under way that was posted at `time_ns`, -1 where that is not known, and for other kinds.
+    """
 
     time_ns: int
     kind: str
@@ -63,7 +66,7 @@ class Step(msgspec.Struct, frozen=True, array_like=True):
     request: int = -1
     layer: int = -1
     detail: str = ""
-    took_ns: int = 0
+    took_ns: int = -1
 
 
 def steps_of(rows: Sequence[Row]) -> list[Step]:
@@ -72,7 +75,7 @@ def steps_of(rows: Sequence[Row]) -> list[Step]:
 
     def step(time_ns: int, kind: str, actor: str, peer: str, request: int, layer: int, fields: Fields | None) -> Step:
         there = peer or (owners.get(fields.port, "") if isinstance(fields, Sent | Dial) and kind != "dial_dead" else "")
-        took = fields.ns if isinstance(fields, Took) else 0
+        took = fields.ns if isinstance(fields, Took) else -1
         return Step(time_ns, kind, actor, there, request, layer, "" if fields is None else str(fields), took)
 
     return [step(*row) for row in rows]

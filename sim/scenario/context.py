@@ -9,9 +9,14 @@ from kvcover.sim.kernel.history import History
 from kvcover.sim.kernel.network import Network
 from kvcover.sim.scenario.setup import Setup
 
+Batch = tuple[int, str, str, str, int, int]
+
 
 class Context:
-    """A setup under way. `stray` counts the cells that batches changed outside of their own requests' blocks."""
+    """A setup under way. `stray` counts the cells that batches changed outside of their own requests' blocks.
+
+    `posts`, for who asks by making it a dictionary, has when each batch was posted, by its row in the history without details.
+    """
 
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
@@ -24,11 +29,17 @@ class Context:
         self.injector = Injector(setup.faults)
         self.network = Network(self.clock, self.history, self.timing.message_ns, self.injector)
         self.stray = 0
+        self.posts: dict[Batch, int] | None = None
 
     @property
     def now_ms(self) -> float:
         """Virtual time in ms, in which faults are planned."""
         return self.clock.now / MS
+
+    def note_post(self, kind: str, land_ns: int, source: str, target: str, request: int, layer: int) -> None:
+        """A batch is posted now that will land then."""
+        if self.posts is not None:
+            self.posts[land_ns, kind, source, target, request, layer] = self.clock.now
 
     def log(self, kind: str, actor: str, peer: str = "", request: int = -1, layer: int = -1, fields: Fields | None = None) -> None:
         """Append to the history at the present instant."""
