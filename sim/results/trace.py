@@ -2,10 +2,10 @@
 
 One process an engine, one track a rank, `scheduler` for what is the engine's. Slices are how long a batch was under way, how long
 an engine held a request's blocks and how long decode waited for them; as slices of one track must lie inside or after each other,
-they are on lanes of their own, as many as overlap. Messages, sent and received, are slices of a microsecond at most on the rank's own track,
-so that arrows have something to hold on to: from what was sent to where it arrived, from a batch to where it landed. All else
-is an instant. Times are virtual on the model; on a real tier they are those of the machine's monotonic clock, from the first
-leg on.
+they are on lanes of their own, as many as overlap. Messages, sent and received, are slices of a microsecond at most on the rank's
+own track, so that arrows have something to hold on to: from what was sent to where it arrived, from a batch to where it landed.
+All else is an instant. Times are virtual on the model; on a real tier they are those of the machine's monotonic clock, from the
+first leg on.
 """
 
 from __future__ import annotations
@@ -98,7 +98,11 @@ def trace(setup: Setup, steps: Sequence[Step], one_clock: bool = True) -> str:
             if one_clock:
                 for at, who, word in ((step.time_ns, step.actor, "sends"), (step.time_ns + step.took_ns, step.peer, "landed")):
                     ticks[tracks.places[who]].append(_Slice(word, at, at + _TICK_NS, _about(step)))
-                arrows.add("bytes", (place, step.time_ns), (tracks.places[step.peer], step.time_ns + step.took_ns))
+                arrows.add(
+                    f"layer {step.layer} of request {step.request}",
+                    (place, step.time_ns),
+                    (tracks.places[step.peer], step.time_ns + step.took_ns),
+                )
         else:
             entries.append(_Entry(step.kind, "i", *place, ts=step.time_ns / _US, s="t", args=_args(step)))
     if one_clock:

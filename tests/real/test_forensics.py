@@ -21,7 +21,7 @@ from kvcover.sim.results.depart import departures, steps_of
 from kvcover.sim.results.trace import trace
 from kvcover.sim.simulate import steps_of_result
 from tests.real.test_connector_tier import SMALL, needs, vllm
-from tests.unit.test_trace import well_formed
+from tests.unit.test_trace import check_format
 
 GOOD = [(release, mode) for release in ("0.24.0", "0.27.0", "0.33.0") for mode in ("write", "read")]
 
@@ -96,7 +96,7 @@ def test_the_side_that_moves_the_data_read_a_size_where_the_tree_says(good: Resu
 @pytest.mark.parametrize(("release", "mode"), GOOD)
 def test_a_timeline_of_a_real_run_is_as_well_formed_as_one_of_the_model(good: Result, release: str, mode: str) -> None:
     setup, steps = resolve(build(good.scenario or {})), steps_of_result("result", read_back(good))
-    arrows = well_formed(json.loads(trace(setup, steps))["traceEvents"])
+    arrows = check_format(json.loads(trace(setup, steps))["traceEvents"])
     layers = {arrow for arrow in arrows if arrow[0].startswith("layer")}
     pairs = {(f"layer {layer} of request 0", f"P{rank}", f"D{rank}") for layer in (0, 1) for rank in (0, 1)}
     assert layers == pairs if mode == "write" else len(layers) == 4
@@ -119,7 +119,7 @@ def test_the_finding_of_0_26_leads_to_the_line_that_reads_the_size(tmp_path: Pat
     assert 'kv_transfer_params.get("tp_size", 1)' in (tree / found[1]).read_text().splitlines()[int(found[2]) - 1]
     assert finding["causes"][1:] == ["`remote_tp_size` = 8 was sent to prefill and never read"]
     assert "keys: prefill never read what was sent: `remote_tp_size` = 8" in done.stdout
-    assert well_formed(json.loads(timeline.read_text())["traceEvents"])
+    assert check_format(json.loads(timeline.read_text())["traceEvents"])
     told = kvcover("why", str(file)).stdout.splitlines()
     assert told[-1] == "the same events as the model, whatever their order and number"
     baseline = tmp_path / "good.json"

@@ -200,8 +200,8 @@ def test_batches_that_overlap_are_on_lanes_of_their_rank() -> None:
 def test_arrows_go_from_what_was_sent_to_where_it_arrived(name: str) -> None:
     arrows = Counter(check_format(timeline(name)))
     events = run_world(resolve(build(SMALL | SCENARIOS[name])))[1].history.events
-    moved = Counter(("bytes", e.actor, e.peer) for e in events("wrote", "read"))
-    assert Counter({arrow: count for arrow, count in arrows.items() if arrow[0] == "bytes"}) == moved
+    moved = Counter((f"layer {e.layer} of request {e.request}", e.actor, e.peer) for e in events("wrote", "read"))
+    assert Counter({arrow: count for arrow, count in arrows.items() if arrow[0].startswith("layer")}) == moved
     for kind, what in (("blocks_ready", "blocks_ready"), ("write_done", "write_done"), ("release", "release")):
         heard = Counter((f"{what} of request {e.request}", e.actor) for e in events(kind))
         assert Counter((said, to) for said, _, to in arrows.elements() if said.startswith(what)) == heard
@@ -283,7 +283,7 @@ def test_a_real_results_events_are_drawn_as_they_were_kept(tmp_path: Path) -> No
     done = kvcover("why", str(tmp_path / "real.json"), "--trace", str(tmp_path / "t.json"))
     assert done.returncode == 0, done.stderr
     entries = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
-    assert [name for name, _, _ in check_format(entries)] == ["bytes"]
+    assert [name for name, _, _ in check_format(entries)] == ["layer 1 of request 0"]
     assert [(e["ts"], e["dur"]) for e in entries if e["name"] == "wrote"] == [(0.01, 5.0)]
 
 
