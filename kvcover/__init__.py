@@ -10,7 +10,8 @@ This is the public door, and what a notebook needs is in it. Bad input is an `In
     run         run; resolve (to a Setup) and run_world, for the finished World with its history; matrix, explore for many
                 load_tier (of TIERS) for a Tier with vLLM's own code: `load_tier("connector").run(scenario, vllm)`
     judge       judge_run: the Verdict of a result, pass, fail or inconclusive, as every command gives it
-    read        Result, Exploration; record_of (a world, as a Record) and story (one request of it, step by step)
+    read        Result, with to_dict for plain data; read_results (a file of them) and arrays (many as numpy arrays); Exploration;
+                record_of (a world, as a Record) and story (one request of it, step by step)
     choose of   RELEASES, PRESETS (models), ROUTERS, FABRICS, FAULTS
     errors      KvcoverError, and of it InputError and TierError
 
@@ -19,7 +20,7 @@ Behind it are rooms, of which no name is promised to stay. Imports go down only:
     kvcover.real_backend    vLLM's own connector in the harness, and on hardware
     kvcover.sim             the model: `scenario` what is to be run, `releases` what differs between them, `moriio` the engines,
                             `kernel` time, messages and events, `cache` which bytes are which cell, `results` what came of it,
-                            `search` many runs, `commands` the command line
+                            `search` many runs, `report` pages of results, `commands` the command line
     kvcover.faults          faults as data, and the corpus of public reports
 """
 

@@ -6,6 +6,8 @@ from kvcover.faults import KINDS as FAULTS
 from kvcover.sim.cache.presets import PRESETS
 from kvcover.sim.errors import InputError, KvcoverError, TierError
 from kvcover.sim.releases.records import RELEASES
+from kvcover.sim.results.arrays import arrays
+from kvcover.sim.results.read import read_results
 from kvcover.sim.results.record import Record
 from kvcover.sim.results.result import Result
 from kvcover.sim.results.story import story
@@ -24,6 +26,6 @@ from kvcover.sim.world import World
 __all__ = [
     "FABRICS", "FAULTS", "PRESETS", "RELEASES", "ROUTERS", "TIERS", "Expect", "Exploration", "FabricSpec", "InputError",
     "KvcoverError", "Rdma", "Record", "RequestSpec", "Result", "Scenario", "Setup", "Side", "Tier", "TierError", "Timers",
-    "Timing", "Verdict", "Workload", "World", "build", "explore", "judge_run", "load", "load_tier", "matrix", "record_of",
-    "resolve", "run", "run_world", "story",
+    "Timing", "Verdict", "Workload", "World", "arrays", "build", "explore", "judge_run", "load", "load_tier", "matrix",
+    "read_results", "record_of", "resolve", "run", "run_world", "story",
 ]  # fmt: skip

@@ -34,6 +34,7 @@ COMMANDS = {
     "why": "kvcover.sim.commands.why:command",
     "corpus": "kvcover.sim.commands.corpus:command",
     "explore": "kvcover.sim.commands.explore:explore",
+    "schema": "kvcover.sim.commands.schema:command",
     "report": "kvcover.sim.commands.report:command",
     "export-test": "kvcover.sim.commands.export_test:command",
     "replay": "kvcover.sim.commands.replay:command",

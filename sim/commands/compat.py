@@ -39,6 +39,7 @@ def command(
     becomes of the others. With one router and one release it shows the pairings and the command that shows each. Another
     tier runs the same pairings for real and says where it differs from the model.
     """
+    from kvcover.sim.results.read import results_text
     from kvcover.sim.search.compat import cells, compat_scenarios, confirmed, count_runs, default_routers, run_all
     from kvcover.sim.tiers import load_tier
 
@@ -55,10 +56,10 @@ def command(
         seen = run_all(scenarios, real)
         agreed, results = confirmed(results, seen), seen
     found = list(cells(scenarios, results))
-    lines = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in _lines(found, agreed))
-    write_output(options["output"], lines)
+    lines = [json.dumps(line, ensure_ascii=False) for line in _lines(found, agreed)]
+    write_output(options["output"], results_text(options["output"], lines))
     if options["as_json"]:
-        click.echo(lines, nl=False)
+        click.echo(results_text(None, lines), nl=False)
         return
     if options["markdown"]:
         click.echo(_markdown(found, model))

@@ -47,7 +47,12 @@ def read_result(place: str) -> Result:
 
 
 def read_results(path: str | Path) -> list[Result]:
-    """Every result in a file, in order; at least one."""
+    """Every result in a file that --json or -o wrote, in order; at least one. Raises InputError for what is none.
+
+    >>> read_results("no-such.json")
+    Traceback (most recent call last):
+    kvcover.sim.errors.InputError: no-such.json: can't be read: No such file or directory; give a file that `kvcover run -o FILE` or `kvcover matrix -o FILE` wrote
+    """  # noqa: E501
     rows = read_rows(path)
     return [result_of(row, f"{path}" if len(rows) == 1 else f"{path}: result {number}") for number, row in enumerate(rows, 1)]
 

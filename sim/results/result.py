@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
+from msgspec import Meta
 
 RESULT_SCHEMA = 1
 
@@ -24,6 +25,12 @@ MEANING = {
     "vacuous": "a planned fault never fired: the run proves nothing",
 }
 
+# What the schema says of a number besides. Files are held to it by `kvcover.sim.results.read`, which names the place.
+Share = Annotated[float, Meta(extra_json_schema={"minimum": 0, "maximum": 1, "unit": "share of cells"})]
+Ms = Annotated[float, Meta(extra_json_schema={"minimum": 0, "unit": "ms"})]
+Seconds = Annotated[float, Meta(extra_json_schema={"minimum": 0, "unit": "s"})]
+OutcomeName = Annotated[str, Meta(extra_json_schema={"enum": [*OUTCOMES, "vacuous"]})]
+
 Shown = Literal["heals", "mitigates", "not shown"]
 
 
@@ -35,12 +42,12 @@ class RankCoverage(msgspec.Struct, frozen=True, kw_only=True):
 
     dp: int
     tp: int
-    coverage: float | None
-    wrong: float | None
-    missing: float | None
+    coverage: Share | None
+    wrong: Share | None
+    missing: Share | None
     told: bool | None
-    coverage_end: float | None = None
-    by_layer: list[float | None] | None = None
+    coverage_end: Share | None = None
+    by_layer: list[Share | None] | None = None
 
 
 class Sets(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,8 +81,8 @@ class Remedy(msgspec.Struct, frozen=True, kw_only=True):
 
     effect: Literal["heals", "mitigates"]
     flips: list[str]
-    outcome: str
-    coverage: float
+    outcome: OutcomeName
+    coverage: Share
     full_size: bool
     command: str
 
@@ -87,7 +94,7 @@ class Remedies(msgspec.Struct, frozen=True, kw_only=True):
     pairs: int
     layers: int
     of_layers: int
-    seconds: float
+    seconds: Seconds
     found: list[Remedy]
 
 
@@ -102,10 +109,10 @@ class Check(msgspec.Struct, frozen=True, kw_only=True):
 class Percentiles(msgspec.Struct, frozen=True, kw_only=True):
     """Of the requests that went, in ms of virtual time."""
 
-    p50: float
-    p90: float
-    p99: float
-    max: float
+    p50: Ms
+    p90: Ms
+    p99: Ms
+    max: Ms
 
 
 class FaultFired(msgspec.Struct, frozen=True, kw_only=True):
@@ -122,32 +129,36 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     there only if somebody asked for them.
     """
 
-    schema: int = RESULT_SCHEMA
+    schema: Annotated[int, Meta(extra_json_schema={"const": RESULT_SCHEMA})] = RESULT_SCHEMA
     tier: str
     release: str
     decode_release: str
-    mode: str
+    mode: Annotated[str, Meta(extra_json_schema={"enum": ["write", "read"]})]
     model: str
     router: str
     seed: int
-    prefill: dict[str, int]
-    decode: dict[str, int]
-    outcome: str
-    coverage: float
-    coverage_end: float
-    wrong: float
-    stray: int | None
+    prefill: Annotated[dict[str, int], Meta(description="ranks: `tp` for each of `dp`")]
+    decode: Annotated[dict[str, int], Meta(description="ranks: `tp` for each of `dp`")]
+    outcome: OutcomeName
+    coverage: Annotated[Share, Meta(description="right, at go; at the end if decode never used its cells")]
+    coverage_end: Annotated[Share, Meta(description="right, when the run was over")]
+    wrong: Annotated[Share, Meta(description="holding something else, when `coverage` was counted")]
+    stray: Annotated[
+        int | None, Meta(description="cells of others that changed; null if nobody looked", extra_json_schema={"unit": "cells"})
+    ]
     by_rank: list[RankCoverage]
-    by_request: list[str]
+    by_request: list[OutcomeName]
     sets: Sets
     findings: list[Finding]
     checks: list[Check]
     faults: list[FaultFired]
-    digest: str | None
-    events: int
-    virtual_ns: int | None
-    seconds: float
-    replay: str
+    digest: Annotated[
+        str | None, Meta(description="of the history: the same for the same scenario and seed; null where time is real")
+    ]
+    events: Annotated[int, Meta(extra_json_schema={"minimum": 0, "unit": "events"})]
+    virtual_ns: Annotated[int | None, Meta(description="when the last event was", extra_json_schema={"unit": "ns"})]
+    seconds: Annotated[Seconds, Meta(description="that the run took here")]
+    replay: Annotated[str, Meta(description="a command line that runs it again")]
     transfer_ms: Percentiles | None = None
     time_to_go_ms: Percentiles | None = None
     scenario: dict[str, Any] | None = None

@@ -9,8 +9,8 @@ from msgspec import Meta
 
 from kvcover.sim.errors import InputError, nearest, short
 
-FixedNs = Annotated[int, Meta(ge=0, le=10**12)]
-GbPerS = Annotated[float, Meta(ge=1e-6, le=1e6)]
+FixedNs = Annotated[int, Meta(ge=0, le=10**12, extra_json_schema={"unit": "ns"})]
+GbPerS = Annotated[float, Meta(ge=1e-6, le=1e6, extra_json_schema={"unit": "GB/s, of 1e9 bytes"})]
 
 
 class FabricSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):

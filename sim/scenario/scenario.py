@@ -26,12 +26,14 @@ from kvcover.sim.scenario.routers import TOY_PROXY
 Mode = Literal["write", "read"]
 KvDtype = Literal["fp8", "bf16", "fp16", "fp32"]
 Layout = Literal["split", "interleaved", "packed", "standard", "latent"]
-BlockSize = Annotated[int, Meta(ge=1, le=1024)]
+BlockSize = Annotated[int, Meta(ge=1, le=1024, extra_json_schema={"unit": "tokens"})]
 Size = Annotated[int, Meta(ge=1, le=256)]
 Port = Annotated[int, Meta(ge=1, le=65535)]
-Blocks = Annotated[int, Meta(ge=1, le=1 << 20)]
-Nanoseconds = Annotated[int, Meta(ge=0, le=10**15)]
-Seconds = Annotated[float, Meta(gt=0, le=10**6)]
+Blocks = Annotated[int, Meta(ge=1, le=1 << 20, extra_json_schema={"unit": "blocks"})]
+Tokens = Annotated[int, Meta(ge=1, le=1 << 24, extra_json_schema={"unit": "tokens"})]
+Nanoseconds = Annotated[int, Meta(ge=0, le=10**15, extra_json_schema={"unit": "ns"})]
+Seconds = Annotated[float, Meta(gt=0, le=10**6, extra_json_schema={"unit": "s"})]
+Share = Annotated[float, Meta(ge=0, le=1, extra_json_schema={"unit": "share of cells"})]
 Host = Annotated[str, Meta(pattern="^[!-~]+$", max_length=253)]
 Block = Annotated[int, Meta(ge=1, le=1 << 20)]  # vLLM never hands out block 0
 
@@ -68,8 +70,8 @@ class Side(_Strict, frozen=True):
     handshake_port: Port | None = None
     notify_port: Port | None = None
     num_blocks: Blocks | None = None
-    max_tokens_per_step: Annotated[int, Meta(ge=1, le=1 << 24)] | None = None
-    lookahead_tokens: Annotated[int, Meta(ge=0, le=1 << 16)] = 0
+    max_tokens_per_step: Tokens | None = None
+    lookahead_tokens: Annotated[int, Meta(ge=0, le=1 << 16, extra_json_schema={"unit": "tokens"})] = 0
     cuda_graphs: Literal["none", "piecewise", "full"] = "none"
     collectives: bool = False
     executor_timeout_s: Seconds | None = 300.0
@@ -109,10 +111,10 @@ class RequestSpec(_Strict, frozen=True):
 
     arrival_ns: Nanoseconds | None = None
     plain: bool = False
-    decode_hit_blocks: Annotated[int, Meta(ge=0, le=1 << 20)] = 0
+    decode_hit_blocks: Annotated[int, Meta(ge=0, le=1 << 20, extra_json_schema={"unit": "blocks"})] = 0
     suffix_only: bool = False
     external_zero: bool = False
-    prompt_tokens: Annotated[int, Meta(ge=1, le=1 << 24)] | None = None
+    prompt_tokens: Tokens | None = None
     generate_ns: Nanoseconds | None = None
     prefill_dp: Annotated[int, Meta(ge=0, le=255)] | None = None
     decode_dp: Annotated[int, Meta(ge=0, le=255)] | None = None
@@ -123,7 +125,7 @@ class RequestSpec(_Strict, frozen=True):
 class Workload(_Strict, frozen=True):
     """When requests arrive: at `rate_per_s` on average (Poisson, from the seed), and at most `concurrency` at a time."""
 
-    rate_per_s: Annotated[float, Meta(ge=1e-3, le=10**6)] | None = None
+    rate_per_s: Annotated[float, Meta(ge=1e-3, le=10**6, extra_json_schema={"unit": "requests/s"})] | None = None
     concurrency: Annotated[int, Meta(ge=1, le=4096)] | None = None
 
 
@@ -131,7 +133,7 @@ class Rdma(_Strict, frozen=True):
     """MoRI's queue pairs a transfer, depth of each send queue (work requests), and how long a post waits for room."""
 
     queue_pairs: Annotated[int, Meta(ge=1, le=64)] = 1
-    sq_depth: Annotated[int, Meta(ge=1, le=1 << 20)] = 8192
+    sq_depth: Annotated[int, Meta(ge=1, le=1 << 20, extra_json_schema={"unit": "work requests"})] = 8192
     sq_wait_s: Seconds = 5.0
 
 
@@ -146,8 +148,8 @@ class Expect(_Strict, frozen=True):
     """
 
     outcome: Outcome | None = None
-    coverage: Annotated[float, Meta(ge=0, le=1)] | None = None
-    by_rank: tuple[Annotated[float, Meta(ge=0, le=1)], ...] | None = None
+    coverage: Share | None = None
+    by_rank: tuple[Share, ...] | None = None
     told: tuple[str, ...] | None = None
     race: bool | None = None
 
@@ -162,7 +164,7 @@ class Scenario(_Strict, frozen=True):
     model: str = "llama-3.1-8b"
     kv_dtype: KvDtype = "bf16"
     block_size: BlockSize = 16
-    prompt_tokens: Annotated[int, Meta(ge=1, le=1 << 24)] = 256
+    prompt_tokens: Tokens = 256
     generate_ns: Nanoseconds = 0
     router: str = TOY_PROXY
     request_id_addresses: bool = True
