@@ -29,7 +29,6 @@ from kvcover.sim.report.views import (
 from kvcover.sim.results.chains import span
 from kvcover.sim.results.result import GOOD, MEANING, Check, RankCoverage, Remedies, Result, caught, raced
 from kvcover.sim.results.show import fraction
-from kvcover.sim.results.verdict import together
 from kvcover.sim.search.compat import Cell
 
 MARKS = {"pass": "✓", "fail": "✕", "inconclusive": "?"}
@@ -90,16 +89,15 @@ _SECTIONS = {
 
 def _title_of(material: Material) -> str:
     """What was found, in one line."""
-    runs = material.runs
-    if not runs:
-        parts = [f"{len(material.routers)} cells of routers and releases"] if material.routers else []
-        return ", ".join([*parts, *(f"{each.runs} runs explored, {each.failures} failures" for each in material.explored)])
-    counts = Counter(run.verdict.status for run in runs)
-    whole = together([(str(run.number), run.verdict) for run in runs])
-    told = ", ".join(f"{counts[status]} {said}" for status, said in _SAID.items() if counts[status])
-    return f"{len(runs)} run{'s' * (len(runs) > 1)}: {told}" + (
-        "" if whole.status != "pass" or len(runs) == 1 else ", so all is well"
-    )
+    parts = []
+    if runs := material.runs:
+        counts = Counter(run.verdict.status for run in runs)
+        told = ", ".join(f"{counts[status]} {said}" for status, said in _SAID.items() if counts[status])
+        parts.append(f"{len(runs)} run{'s' * (len(runs) > 1)}: {told}")
+    if material.routers:
+        parts.append(f"{len(material.routers)} pairs of router and release, by mode")
+    parts += [f"{each.runs} runs explored, {each.failures} of them failures" for each in material.explored]
+    return "; ".join(parts)
 
 
 def _outcome(run: Run) -> str:

@@ -15,6 +15,7 @@ from kvcover.sim.search.compat import Cell
 
 T = TypeVar("T")
 MOST_RUNS = 5000
+_GOOD = ("CONFIRMED", "PREDICTED")
 _HINT = "give what `kvcover` wrote with --json or -o"
 
 
@@ -92,15 +93,32 @@ def gather(places: Sequence[str]) -> Material:
 
 def _take(found: Material, row: dict[str, Any], place: str) -> None:
     if {"works", "pairings", "router"} <= set(row):
-        found.routers.append(_convert(row, Cell, place))
+        cell = _convert(row, Cell, place)
+        good = bool(cell.pairings) and all(pairing.good for pairing in cell.pairings)
+        _refuse_contradiction(
+            good == (cell.works == "all") == (not cell.worst), place, f"works: {short(cell.works)}", "its pairings"
+        )
+        found.routers.append(cell)
     elif {"groups", "runs", "failures"} <= set(row):
-        found.explored.append(_convert(row | {"place": place}, Explored, place))
+        explored = _convert(row | {"place": place}, Explored, place)
+        failures = sum(group.count for group in explored.groups)
+        _refuse_contradiction(failures == explored.failures, place, f"{explored.failures} failures", f"groups of {failures}")
+        found.explored.append(explored)
     elif row.get("kind") == "confirmation":
         before, after = (_run(found, side, f"{place}: {side['confirmation']}") for side in sides_of(row, place))
         verdict, reason = (_text(row, name, place) for name in ("verdict", "reason"))
+        wanted = "PREDICTED" if before.result.tier == "model" else "CONFIRMED"
+        shown = verdict == wanted and before.verdict.status == "fail" and after.verdict.passed
+        had = f"{before.result.outcome} before and {after.result.outcome} after on the {before.result.tier} tier"
+        _refuse_contradiction(shown or verdict not in _GOOD, place, short(verdict), had)
         found.confirmed.append(Confirmed(place=place, verdict=verdict, reason=reason, before=before, after=after))
     else:
         _run(found, row, place)
+
+
+def _refuse_contradiction(agree: bool, place: str, one: str, other: str) -> None:
+    if not agree:
+        raise InputError(place, f"contradicts itself: it says {one}, and has {other}", _HINT)
 
 
 def _run(found: Material, row: dict[str, Any], place: str) -> Run:

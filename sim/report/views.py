@@ -127,10 +127,12 @@ class Beside(msgspec.Struct, frozen=True):
 
 
 def releases_beside(heats: Sequence[Heat]) -> list[Beside]:
-    """Settings that ran on more than one release, pairing by pairing."""
+    """Settings that ran on more than one release, or more than once, pairing by pairing."""
     found: dict[Setting, dict[str, Heat]] = {}
     for heat in heats:
-        found.setdefault(heat.setting.beside(), {}).setdefault(heat.setting.ran, heat)
+        columns, name = found.setdefault(heat.setting.beside(), {}), heat.setting.ran
+        again = sum(each.setting.ran == name for each in columns.values())
+        columns[f"{name} ({again + 1})" if again else name] = heat
     tables = []
     for setting, by_release in found.items():
         if len(by_release) < 2:

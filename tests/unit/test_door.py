@@ -40,7 +40,7 @@ from kvcover.faults import parse_fault
 from kvcover.sim.scenario import scenario as scenarios
 
 ROOT = Path(__file__).parents[2]
-SLOW_IMPORTS = {"numpy", "simpy", "rich", "torch"}
+SLOW_IMPORTS = {"numpy", "simpy", "rich", "torch", "jinja2", "matplotlib"}
 
 # -- bad objects -------------------------------------------------------------------------------------------------
 

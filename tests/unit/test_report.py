@@ -239,11 +239,10 @@ def everything(folder: Path, change: Any) -> list[str]:
         "replay": "kvcover run",
     }
     explored = {"runs": 1, "failures": 1, "outcomes": {"hang": 1}, "groups": [group], "passed": 0, "ended": "budget", "digest": "d"}
-    sides = {name: {"result": change(bad)} for name in ("before", "after")}
-    confirmed = {"kind": "confirmation", "verdict": "CONFIRMED", "reason": "r", **sides}
+    sides = {"before": {"result": change(bad)}, "after": {"result": cells[0]}}
+    confirmed = {"kind": "confirmation", "verdict": change("PREDICTED"), "reason": change("r"), **sides}
     corpus = change(bad | {"corpus": {"report": "vllm#1", "variant": "v", "as_expected": False}})
     router, explored = change(router), change(explored)
-    confirmed = confirmed | {"reason": change("r"), "verdict": change("CONFIRMED")}
     lists = {
         "run": [change(bad)],
         "matrix": cells,
@@ -307,6 +306,21 @@ def test_a_scenario_that_is_none_is_named(tmp_path: Path) -> None:
     odd = run(Scenario(release="reference")).to_dict() | {"outcome": "recomputed", "scenario": {"mode": "wirte"}}
     with pytest.raises(InputError, match=r"odd.json: scenario: mode: 'wirte' is not one of its values"):
         gather([written(tmp_path, "odd.json", [odd])])
+
+
+def test_files_that_contradict_themselves_are_refused(tmp_path: Path) -> None:
+    places = {Path(place).stem: place for place in everything(tmp_path, lambda each: each)}
+    gather(list(places.values()))
+    edits: list[tuple[str, dict[str, Any], str]] = [
+        ("compat", {"works": "all", "worst": ""}, "works: 'all', and has its pairings"),
+        ("explore", {"failures": 0}, "0 failures, and has groups of 1"),
+        ("confirm", {"verdict": "CONFIRMED"}, "'CONFIRMED', and has corrupt before and ok after on the model tier"),
+        ("confirm", {"after": json.loads(Path(places["confirm"]).read_text())[0]["before"]}, "corrupt before and corrupt after"),
+    ]
+    for name, edit, says in edits:
+        (row,) = json.loads(Path(places[name]).read_text())
+        with pytest.raises(InputError, match=f"contradicts itself: it says .*{says}"):
+            gather([written(tmp_path, "edited.json", [row | edit])])
 
 
 @pytest.mark.parametrize(
