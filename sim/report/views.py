@@ -13,8 +13,7 @@ from kvcover.sim.errors import InputError
 from kvcover.sim.report.gather import Material, Run
 from kvcover.sim.results.regress import Change, change, pairing, scenario_fields
 from kvcover.sim.results.result import GOOD, OUTCOMES, Result, raced
-from kvcover.sim.scenario.scenario import build
-from kvcover.sim.search.compat import Cell, cells
+from kvcover.sim.search.compat import Cell, cell_of, pairing_of
 
 _OWN = ("model", "router", "faults")  # told by themselves
 
@@ -78,11 +77,11 @@ class Heat(msgspec.Struct, frozen=True):
 
     @property
     def rows(self) -> list[int]:
-        return list(dict.fromkeys(prefill for prefill, _ in self.runs))
+        return sorted({prefill for prefill, _ in self.runs})
 
     @property
     def columns(self) -> list[int]:
-        return list(dict.fromkeys(decode for _, decode in self.runs))
+        return sorted({decode for _, decode in self.runs})
 
     @property
     def said(self) -> str:
@@ -149,16 +148,17 @@ def _seen(run: Run | None) -> tuple[Any, ...]:
 
 
 def routers_of(material: Material, heats: Sequence[Heat]) -> list[Cell]:
-    """Router × release × mode: as `kvcover compat` wrote it, and of maps where more than one router ran."""
+    """Router × release × mode: as `kvcover compat` wrote it, and of maps without faults that differ in nothing but routers."""
     found = list(material.routers)
-    plain = [heat for heat in heats if not heat.setting.faults and all(run.result.scenario for run in heat.runs.values())]
     by_setting: dict[Setting, list[Heat]] = {}
-    for heat in plain:
-        by_setting.setdefault(msgspec.structs.replace(heat.setting.beside(), router="", mode=""), []).append(heat)
+    for heat in heats:
+        if not heat.setting.faults:
+            by_setting.setdefault(msgspec.structs.replace(heat.setting, router=""), []).append(heat)
     for alike in by_setting.values():
         if len({heat.setting.router for heat in alike}) > 1:
-            runs = [run for heat in alike for run in heat.runs.values()]
-            found += cells([build(run.result.scenario or {}) for run in runs], [run.result for run in runs])
+            for heat in alike:
+                pairings = [pairing_of(run.result, run.result.replay) for run in heat.runs.values()]
+                found.append(cell_of(heat.setting.router, heat.setting.ran, heat.setting.mode, pairings))
     return found
 
 

@@ -135,32 +135,40 @@ def cells(scenarios: Sequence[Scenario], results: Sequence[Result]) -> Iterator[
     for scenario, result in zip(scenarios, results, strict=True):
         found.setdefault((scenario.router, scenario.release, scenario.mode), []).append((scenario, result))
     for (router, release, mode), mine in found.items():
-        pairings = [_pairing(scenario, result) for scenario, result in mine]
-        bad = [pairing.outcome for pairing in pairings if not pairing.good]
-        yield Cell(
-            router=get_router(router, release).name,
-            release=release,
-            mode=mode,
-            works=_works(pairings),
-            worst=max(bad, key=_badness, default=""),
-            race=any(pairing.race for pairing in pairings),
-            pairings=pairings,
-        )
+        pairings = []
+        for scenario, result in mine:
+            tier = "" if result.tier == "model" else f" --tier {result.tier}"
+            pairings.append(pairing_of(result, replay_line(scenario) + tier))
+        yield cell_of(get_router(router, release).name, release, mode, pairings)
 
 
-def _pairing(scenario: Scenario, result: Result) -> Pairing:
-    tier = "" if result.tier == "model" else f" --tier {result.tier}"
+def cell_of(router: str, release: str, mode: str, pairings: list[Pairing]) -> Cell:
+    """What its pairings come to."""
+    bad = [pairing.outcome for pairing in pairings if not pairing.good]
+    return Cell(
+        router=router,
+        release=release,
+        mode=mode,
+        works=_works(pairings),
+        worst=max(bad, key=_badness, default=""),
+        race=any(pairing.race for pairing in pairings),
+        pairings=pairings,
+    )
+
+
+def pairing_of(result: Result, command: str) -> Pairing:
+    """What came of a pairing, and the command that shows it."""
     outcome = result.outcome
     failed = [check.name for check in result.checks if check.verdict == "fail" and check.name != "no-race"]
     if outcome == "ok" and failed:
         outcome = f"ok, {failed[0]} failed"
     return Pairing(
-        prefill=scenario.prefill.tp,
-        decode=scenario.decode.tp,
+        prefill=result.prefill["tp"],
+        decode=result.decode["tp"],
         outcome=outcome,
         coverage=result.coverage,
         race=raced(result.checks),
-        command=replay_line(scenario) + tier,
+        command=command,
     )
 
 

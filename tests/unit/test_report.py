@@ -17,7 +17,7 @@ from kvcover.sim.report.gather import Material, gather
 from kvcover.sim.report.markdown import markdown
 from kvcover.sim.report.page import page
 from kvcover.sim.report.picture import picture
-from kvcover.sim.report.views import heats_of, layers_of, releases_beside
+from kvcover.sim.report.views import heats_of, layers_of, releases_beside, routers_of
 from kvcover.sim.results.show import fraction
 
 SMALL = {"model": "layers=2,mla=64+16", "prompt_tokens": 32}
@@ -141,6 +141,14 @@ def test_markdown_tables_are_whole(files: dict[str, str]) -> None:
     for lines in blocks:
         widths = [len(line.replace("\\|", "").split("|")) for line in lines]
         assert set(widths) == {widths[0]} and set(lines[1]) == {"|", "-"}, lines
+
+
+def test_maps_of_two_routers_are_a_table_of_routers(tmp_path: Path) -> None:
+    """What tests/unit/test_compat.py has from the notes: 0.1.15 sends no size that 0.33.0 reads (K3), later routers do."""
+    rows = [*grid("0.33.0", router="vllm-router 0.1.15"), *grid("0.33.0", router="vllm-router 0.1.17")]
+    found = routers_of(gather([written(tmp_path, "r.json", rows)]), heats_of(gather([str(tmp_path / "r.json")]).runs))
+    works = {(cell.router, cell.mode): cell.works for cell in found}
+    assert works["vllm-router 0.1.17", "write"] == "all" and works["vllm-router 0.1.15", "write"] == "P1→D1 only"
 
 
 # -- layers ------------------------------------------------------------------------------------------------------
