@@ -17,6 +17,7 @@ from kvcover.sim.results.depart import Step, steps_of
 from kvcover.sim.results.judge import judge
 from kvcover.sim.results.record import Course, EngineEnd, Record
 from kvcover.sim.results.result import Result
+from kvcover.sim.scenario.context import Batch
 from kvcover.sim.scenario.dispatch import Params
 from kvcover.sim.scenario.scenario import Scenario, build, fault_of
 from kvcover.sim.scenario.setup import Setup, resolve
@@ -132,7 +133,8 @@ def steps_of_result(place: str, result: Result) -> list[Step]:
 def traced(setup: Setup) -> tuple[Result, list[Step]]:
     """As `run_world`, and every event; batches with when they were posted, which the history does not have."""
     world = World(setup)
-    world.context.posts = posts = {}
+    posts: dict[Batch, int] = {}
+    world.context.posts = posts
     result = played(world)
     steps = []
     for step, row in zip(steps_of(world.history.rows), world.history.rows, strict=True):

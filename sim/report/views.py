@@ -236,10 +236,11 @@ def changes(runs: Sequence[Run], baseline: Sequence[Run]) -> tuple[list[Changed]
     known: dict[Any, list[Run]] = {}
     for run in baseline:
         known.setdefault(_same(run), []).append(run)
-    found, met = [], set()
+    found: list[Changed] = []
+    met: set[int] = set()
     for run in runs:
         before = _before(run, known.get(_same(run), []))
-        met.add(None if before is None else before.number)
+        met |= set() if before is None else {before.number}
         found.append(Changed(run, before, Change() if before is None else change(before.result, run.result)))
     return found, [run for run in baseline if run.number not in met]
 
