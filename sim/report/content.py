@@ -91,7 +91,7 @@ def _title_of(material: Material) -> str:
     """What was found, in one line."""
     parts = []
     if runs := material.runs:
-        counts = Counter(run.verdict.status for run in runs)
+        counts: Counter[str] = Counter(run.verdict.status for run in runs)
         told = ", ".join(f"{counts[status]} {said}" for status, said in _SAID.items() if counts[status])
         parts.append(f"{len(runs)} run{'s' * (len(runs) > 1)}: {told}")
     if material.routers:
@@ -154,6 +154,11 @@ def shade(coverage: float | None) -> str:
     return "full" if coverage == 1 else "c0" if coverage == 0 else f"c{min(max(int(coverage * 10), 1), 9)}"
 
 
+def _word(kind: str) -> str:
+    """The class of a kind of change."""
+    return "unclear" if kind == "can't be told" else re.sub("[^a-z]+", "-", kind)
+
+
 FILTERS: dict[str, Any] = {
     "fraction": fraction,
     "mark": lambda run: MARKS[run.verdict.status],
@@ -171,7 +176,7 @@ FILTERS: dict[str, Any] = {
     "verdicts": _verdicts,
     "counted": _counted,
     "kinds": _kinds,
-    "word": lambda text: re.sub("[^a-z]+", "-", {"can't be told": "unclear"}.get(text, text)),
+    "word": _word,
 }
 """How a template says things."""
 

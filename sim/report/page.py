@@ -31,7 +31,7 @@ def page(material: Material, baseline: Sequence[Run] = ()) -> str:
         lstrip_blocks=True,
         finalize=_harmless,
     )
-    shades = {"heat": lambda run: shade(run.result.coverage), "shade": shade, "sha256": _sha256}
+    shades: dict[str, Any] = {"heat": lambda run: shade(run.result.coverage), "shade": shade, "sha256": _sha256}
     environment.filters |= FILTERS | shades
     style, script = Markup(own("page.css")), Markup(own("page.js"))
     template = environment.get_template("page.html")

@@ -65,8 +65,8 @@ def _draw(axis: Any, heat: Heat) -> None:
         x, y, result = columns.index(decode), rows.index(prefill), run.result
         paper, ink = _COLOURS[shade(result.coverage)]
         bad = run.verdict.status == "fail"
-        edge = {"edgecolor": "#b3261e" if bad else "white", "linewidth": 1.5}
-        axis.add_patch(Rectangle((x - 0.48, y - 0.46), 0.96, 0.92, facecolor=paper, **edge))
+        edge = "#b3261e" if bad else "white"
+        axis.add_patch(Rectangle((x - 0.48, y - 0.46), 0.96, 0.92, facecolor=paper, edgecolor=edge, linewidth=1.5))
         text = f"{fraction(result.coverage)}\n{MARKS[run.verdict.status]} {result.outcome}"
         axis.text(x, y, text, ha="center", va="center", fontsize=8, color=ink, weight="bold" if bad else "normal")
     axis.set_xticks(range(len(columns)), [f"TP{size}" for size in columns])

@@ -77,7 +77,11 @@ def test_a_cell_opens_and_closes_by_mouse(browser: Any, report: Path) -> None:
 
 def test_a_cell_opens_and_closes_by_keys(browser: Any, report: Path) -> None:
     opened = Opened(browser, report)
-    press, focused = opened.view.keyboard.press, lambda: opened.view.evaluate("document.activeElement.id")
+    press = opened.view.keyboard.press
+
+    def focused() -> str:
+        return str(opened.view.evaluate("document.activeElement.id"))
+
     for _ in range(20):
         press("Tab")
         if focused().startswith("cell-"):
