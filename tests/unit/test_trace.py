@@ -18,9 +18,11 @@ import pytest
 from kvcover import build, resolve, run_world
 from kvcover.sim.kernel.events import KINDS
 from kvcover.sim.results.depart import Step, steps_of
+from kvcover.sim.results.read import read_result
 from kvcover.sim.results.trace import lines, trace
-from kvcover.sim.simulate import traced
+from kvcover.sim.simulate import steps_of_result, traced
 
+ROOT = Path(__file__).parents[2]
 SCENARIOS: dict[str, dict[str, Any]] = {
     "write": {"release": "0.26.0", "prefill": {"tp": 2}, "decode": {"tp": 2}},
     "read": {"release": "0.27.0", "mode": "read", "prefill": {"tp": 4}, "decode": {"tp": 2}},
@@ -285,6 +287,18 @@ def test_a_real_results_events_are_drawn_as_they_were_kept(tmp_path: Path) -> No
     entries = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
     assert [name for name, _, _ in check_format(entries)] == ["layer 1 of request 0"]
     assert [(e["ts"], e["dur"]) for e in entries if e["name"] == "wrote"] == [(0.01, 5.0)]
+
+
+@pytest.mark.parametrize("side", ["before", "after"])
+def test_a_timeline_of_a_real_run_keeps_the_format_too(side: str) -> None:
+    """Runs of vLLM's own connector, TP8 each, two layers of one request, as they were kept: a batch a rank and layer."""
+    place = str(ROOT / "docs" / "evidence" / "2026-12-01-h200" / "confirm" / f"{side}.json")
+    result = read_result(place)
+    assert result.tier == "connector"
+    arrows = check_format(json.loads(trace(resolve(build(result.scenario or {})), steps_of_result(place, result)))["traceEvents"])
+    moved = {arrow for arrow in arrows if arrow[0].startswith("layer")}
+    to = {rank: "D0" if side == "before" else f"D{rank}" for rank in range(8)}  # the rank collapse, and its repair
+    assert moved == {(f"layer {layer} of request 0", f"P{rank}", to[rank]) for layer in (0, 1) for rank in to}
 
 
 @pytest.mark.parametrize(
