@@ -30,8 +30,8 @@ def command(prefill: str | None, decode: str | None, seconds: float, output: str
     Register the engines with the router by the addresses of the hops (the engines' http_port). What is noted is a file for
     `kvcover router check` and --router. The exit code is 3 if not every hop saw a leg in time.
     """
-    from kvcover.real_backend.router.http_hop import capture
     from kvcover.real_backend.driver.trial import ROLES
+    from kvcover.real_backend.router.http_hop import capture
 
     check_output(output)
     given = dict(zip(ROLES, (prefill, decode), strict=True))

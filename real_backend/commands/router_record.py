@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 @click.argument("router", required=False)
 @click.option("--vllm", metavar="PATH", help="The working copy of vLLM whose own toy-proxy to record.")
 @click.option("--command", "own", metavar="COMMAND", help="Start this router; {port} and {discovery} stand for its ports.")
-@click.option("--options", "more", metavar="WORDS", default="", help="More options for vllm-router, such as '--policy round_robin'.")
+@click.option(
+    "--options", "more", metavar="WORDS", default="", help="More options for vllm-router, such as '--policy round_robin'."
+)
 @click.option("--mode", default="write,read", show_default=True, metavar="MODE,…", help="Which legs to record.")
 @click.option("--release", metavar="RELEASE", help="Whose answers the prefill stub gives in READ (default: the newest).")
 @click.option("--seconds", type=click.FloatRange(min=0, min_open=True), default=20.0, show_default=True,

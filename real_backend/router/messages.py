@@ -78,7 +78,9 @@ async def post(port: int, path: str, body: Mapping[str, Any], limit_s: float) ->
             whole = "content-length" in own or "transfer-encoding" in own
             try:
                 text = await read_body(reader, own) if whole else await reader.read(MOST_BODY)
-            except asyncio.IncompleteReadError as error:  # it told another length than it sent, as vllm-router does of what it rewrote
+            except (
+                asyncio.IncompleteReadError
+            ) as error:  # it told another length than it sent, as vllm-router does of what it rewrote
                 text = error.partial
             return int(head.split(b" ", 2)[1]), text.decode(errors="replace")
         except (ValueError, IndexError) as error:

@@ -96,9 +96,9 @@ def _vllm_router(version: str, more: Sequence[str], say: Say) -> Program:
         raise InputError("ROUTER", f"{short(version)} is no version of vllm-router", "write 'vllm-router 0.1.17'")
     python = _environment(f"vllm-router-{version}", [f"vllm-router=={version}"], say)
     connector = ("--kv-connector", "moriio") if [int(part) for part in version.split(".")] >= [0, 1, 15] else ()
-    command = (str(python.with_name("vllm-router")), "--vllm-pd-disaggregation", *connector, "--host", "127.0.0.1", "--port", "{port}",
-               "--vllm-discovery-address", "127.0.0.1:{discovery}", "--prometheus-host", "127.0.0.1", "--prometheus-port", "{metrics}",
-               *more)  # fmt: skip
+    own = ("--host", "127.0.0.1", "--port", "{port}", "--vllm-discovery-address", "127.0.0.1:{discovery}")
+    metrics = ("--prometheus-host", "127.0.0.1", "--prometheus-port", "{metrics}")
+    command = (str(python.with_name("vllm-router")), "--vllm-pd-disaggregation", *connector, *own, *metrics, *more)
     return Program(name=f"vllm-router {version}", command=command)
 
 

@@ -1,4 +1,4 @@
-"""An engine as a router sees it: it registers, answers over HTTP as vLLM's front end does, and notes its legs. It computes nothing."""
+"""An engine as a router sees it: it registers, answers HTTP as vLLM's front end does, notes its legs, and computes nothing."""
 
 from __future__ import annotations
 
@@ -42,9 +42,15 @@ class StubEngine:
     """One instance of a role. `odd`: in READ it answers as if its sizes and ids were others, to see who takes what from where."""
 
     def __init__(
-        self, role: Role, instance: int, size: tuple[int, int], mode: str, release: ConnectorRelease, note: Callable[[SeenLeg], None],
+        self,
+        role: Role,
+        instance: int,
+        size: tuple[int, int],
+        mode: str,
+        release: ConnectorRelease,
+        note: Callable[[SeenLeg], None],
         odd: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.role, self.instance, self.mode = role, instance, mode
         self.tp, self.dp = size
         self.host = f"10.0.0.{_HOSTS[role] + 2 * instance}"
@@ -105,10 +111,11 @@ class StubEngine:
     def _completion(self, path: str, fields: dict[str, str], body: dict[str, Any]) -> bytes:
         request = {key: value for key, value in body.items() if key not in ("prompt", "messages", "kv_transfer_params")}
         params = body.get("kv_transfer_params")
+        params = params if isinstance(params, dict) and params else None
         headers = {name: fields[name] for name in _KEPT if name in fields}
-        reply = self._reply(params, headers) if self.mode == "read" and self.role == "prefill" and isinstance(params, dict) else None
+        reply = self._reply(params, headers) if self.mode == "read" and self.role == "prefill" and params else None
         self._note(SeenLeg(role=self.role, instance=self.instance, path=path, headers=headers, request=request,
-                           params=params if isinstance(params, dict) else None, reply=reply))  # fmt: skip
+                           params=params, reply=reply))  # fmt: skip
         answer = {"id": "cmpl-0", "object": ASKED[path], "created": 0, "model": "stub", "kv_transfer_params": reply,
                   "usage": {"prompt_tokens": 3, "completion_tokens": 1, "total_tokens": 4}}  # fmt: skip
         if body.get("stream"):

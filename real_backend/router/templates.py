@@ -23,7 +23,7 @@ _UNKNOWN = object()
 
 
 def grid(modes: Iterable[str] = MODES, release: str = NEWEST) -> list[Shape]:
-    """What templates are read from: few sizes, each of which tells others apart, and in READ answers that differ from what registered."""
+    """What templates are read from: few sizes that tell each other apart, and in READ answers unlike what registered."""
     shapes = []
     for mode in modes:
         shapes += [Shape(mode=mode, prefill=p, decode=d, release=release) for p, d in _SIZES]
@@ -153,4 +153,6 @@ def _text(value: Any) -> str:
 def _follows(exchanges: Sequence[Exchange]) -> bool:
     """Whether decode's leg goes to prefill's DP rank: only a rank that decode doesn't have tells that from one of its own."""
     telling = [each for each in exchanges if each.shape.prefill[1] > 1 and each.shape.decode[1] == 1]
-    return bool(telling) and all(each.decode.dp_rank is not None and each.decode.dp_rank == each.prefill.dp_rank for each in telling)
+    return bool(telling) and all(
+        each.decode.dp_rank is not None and each.decode.dp_rank == each.prefill.dp_rank for each in telling
+    )
