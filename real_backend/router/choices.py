@@ -33,7 +33,9 @@ class Choices(msgspec.Struct, frozen=True, kw_only=True):
     def told(self) -> str:
         """In a line."""
         slots = ", ".join(f"{slot} {count}" for slot, count in self.hits.items())
-        missing = f"; never together: {', '.join(self.never)}" if self.never else ""
+        some = ", ".join(self.never[:4]) + (", …" if len(self.never) > 4 else "")
+        met = len(self.pairs)
+        missing = f"; {met} of {met + len(self.never)} pairs met, never {some}" if self.never else "; all pairs met"
         return f"{len(self.order)} requests hit {slots}{missing}"
 
 

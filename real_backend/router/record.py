@@ -23,7 +23,6 @@ from kvcover.sim import launch
 from kvcover.sim.errors import Inconclusive, TierError
 from kvcover.sim.releases.records import NEWEST, get_release
 
-_PROMPT = "forty words of a prompt that is nobody's but this request's own: "
 _STRANGERS = ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "http_proxy", "https_proxy", "all_proxy")
 """Loopback is nobody's to forward."""
 
@@ -57,8 +56,8 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
         return "/v1/chat/completions" if self.chat else "/v1/completions"
 
     def body(self, number: int) -> dict[str, object]:
-        """The whole request."""
-        prompt = f"{_PROMPT}{number} " + "word " * 30
+        """The whole request; no two have a prefix in common, by which some routers choose."""
+        prompt = " ".join(f"{number}-{word}" for word in range(40))
         said = {"messages": [{"role": "user", "content": prompt}]} if self.chat else {"prompt": prompt}
         return {"model": "stub", "max_tokens": 16, "temperature": 0.0, "stream": self.stream} | said
 

@@ -1,4 +1,4 @@
-"""What routers put into `kv_transfer_params`: recorded from the real programs, or a user's own file.
+"""What routers put into `kv_transfer_params`: recorded from the real programs, read in public sources, or a user's own file.
 
 A value that starts with `$` is filled in at run time: one of `NAMES`, and, on the decode leg in READ, `$response.KEY`, which
 copies KEY from the prefill engine's answer when it is there.
@@ -44,6 +44,11 @@ class Router(msgspec.Struct, frozen=True, kw_only=True):
     source: str
     decode_follows: bool = False
     registration_expiry_s: float | None = None
+
+    @property
+    def read_elsewhere(self) -> bool:
+        """Whether its legs are what public sources say, and were never recorded."""
+        return self.source.startswith("from public sources")
 
     @property
     def recorded(self) -> bool:
@@ -179,8 +184,47 @@ _WIDE_EP = msgspec.structs.replace(
     source="not recorded: the toy proxy's legs and the pod keys that the connector of 0.28+ reads (llm-d-router#1564)",
 )
 
+_RAY_FIRST = Router(
+    name="ray-serve #63951",
+    write_prefill=_TO_PREFILL | _ID | {"remote_dp_size": 1, "remote_tp_size": 1},
+    write_decode=_TO_DECODE | _NO_BLOCKS | _ID | {"remote_dp_size": 1, "remote_tp_size": 1},
+    read_prefill=_TO_PREFILL | _ID | {"remote_dp_size": 1, "remote_tp_size": 1},
+    read_decode=_TO_DECODE,
+    forwards_response=True,
+    source="from public sources: Ray Serve's MoRIIO backend as ray#63951 added it; it sends sizes of 1 whatever there is",
+)
+_RAY_P_SIZES: Template = {"remote_dp_rank": "$prefill.dp_rank", "remote_dp_size": "$prefill.dp", "tp_size": "$prefill.tp"}
+_RAY_D_SIZES: Template = {"remote_dp_rank": "$decode.dp_rank", "remote_dp_size": "$decode.dp", "tp_size": "$decode.tp"}
+_RAY = msgspec.structs.replace(
+    _RAY_FIRST,
+    name="ray-serve later",
+    write_prefill=_TO_PREFILL | _ID | _RAY_D_SIZES,
+    write_decode=_TO_DECODE | _NO_BLOCKS | _ID | _RAY_P_SIZES,
+    read_prefill=_TO_PREFILL | _ID | _RAY_D_SIZES,
+    read_decode=_TO_DECODE | _RAY_P_SIZES,
+    source="from public sources: Ray Serve's MoRIIO backend since it knows sizes; the TP size under the name tp_size",
+)
+_LLM_D_OWN: Template = {
+    "remote_dp_rank": "$prefill.dp_rank",
+    "remote_dp_rank_override": True,
+    "tp_size": "$decode.tp",
+    "remote_dp_size": "$decode.dp",
+    "remote_port": None,
+}
+_LLM_D = Router(
+    name="llm-d-router",
+    write_prefill=_TO_PREFILL | _ID | _LLM_D_OWN,
+    write_decode=_TO_DECODE | {"remote_engine_id": None, "remote_block_ids": []} | _ID | _LLM_D_OWN | {"is_request_leader": True},
+    read_prefill=_TO_PREFILL | {"remote_host": None, "remote_port": None},
+    read_decode={},
+    forwards_response=True,
+    decode_follows=True,
+    source="from public sources: llm-d-router's sidecar, single pod, WRITE with parallel dispatch; one TP and one DP size for both "
+    "sides, here decode's; its addresses are taken for the true ones, which request ids name here",
+)
+
 ROUTERS: dict[str, Router] = {
-    r.name: r for r in (_TOY_025, _TOY_027, _TOY_030, _TOY_033, _VLLM_015, _VLLM_016, _VLLM_017, _WIDE_EP)
+    r.name: r for r in (_TOY_025, _TOY_027, _TOY_030, _TOY_033, _VLLM_015, _VLLM_016, _VLLM_017, _WIDE_EP, _RAY_FIRST, _RAY, _LLM_D)
 }
 TOY_PROXY = "toy-proxy"
 
