@@ -129,8 +129,8 @@ class StubEngine:
         rank = headers.get("x-data-parallel-rank", "0")
         more = 90 if self._odd else 0
         reply: Params = {
-            "do_remote_prefill": True,
-            "do_remote_decode": False,
+            "do_remote_prefill": not self._odd,
+            "do_remote_decode": self._odd,
             "remote_block_ids": blocks if self._release.answer_blocks == "flat" else [blocks],
             "remote_engine_id": f"{self.host}:6301",
             "remote_host": self.host,

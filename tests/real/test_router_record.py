@@ -22,7 +22,7 @@ from kvcover.real_backend.router.stub_engine import SeenLeg
 from kvcover.real_backend.router.templates import differences, fitted, grid, legs_as_file
 from kvcover.real_backend.tiers.connector import connector_tier
 from kvcover.sim.errors import Inconclusive, InputError, TierError
-from kvcover.sim.scenario.legs_file import parse_legs
+from kvcover.sim.scenario.legs_file import MODES, parse_legs
 from kvcover.sim.scenario.routers import ROUTERS, own_router
 
 RECORDED: list[dict[str, Any]] = tomllib.loads((Path(__file__).parents[1] / "data" / "router_legs.toml").read_text())["leg"]
@@ -117,7 +117,7 @@ def as_sent_by(name: str) -> list[Exchange]:
         values |= {f"{side}.dp_rank": rank for side, rank in ranks.items()}
         more = 90 if shape.odd else 0
         reply = {"remote_block_ids": [1], "remote_engine_id": "e", "tp_size": p_tp + more, "remote_dp_size": p_dp + more,
-                 "do_remote_prefill": True, "do_remote_decode": False, "remote_dp_rank": ranks["prefill"],
+                 "do_remote_prefill": not shape.odd, "do_remote_decode": shape.odd, "remote_dp_rank": ranks["prefill"],
                  "transfer_id": "tx-answered" if shape.odd else f"tx-{number}"}  # fmt: skip
         answered = reply if shape.mode == "read" else None
         params = {"prefill": router.prefill_leg(shape.mode, values), "decode": router.decode_leg(shape.mode, values, answered)}
@@ -140,11 +140,7 @@ def test_templates_are_found_again(name: str) -> None:
     found, notes = fitted(name, exchanges)
     assert notes == []
     assert differences(found, exchanges) == differences(known, exchanges) == []
-    assert (found.write_prefill, found.write_decode, found.read_prefill) == (
-        known.write_prefill,
-        known.write_decode,
-        known.read_prefill,
-    )
+    assert [found.legs(mode) for mode in MODES] == [known.legs(mode) for mode in MODES]
     assert (found.pins, found.decode_follows, found.forwards_response) == (
         known.pins,
         known.decode_follows,
