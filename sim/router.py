@@ -93,7 +93,7 @@ class RouterAtWork:
         """Send one leg, which key faults have changed, through the router's own; returns why no engine gets it, if none does."""
         context, request, engines = self.context, transfer.request, self._deployment.side(side)
         params = self.handed(side, self._leave(transfer, side, *leg))
-        rejected = side == "decode" and request.rejected
+        me, rejected = engines[0].me, side == "decode" and request.rejected
         dp, delay = (request.prefill_dp if side == "prefill" else request.decode_dp), 0
         for fault in context.injector.acting("router", side, request=transfer.index, now_ms=context.now_ms):
             self.context.log("fault_fired", "router", side, transfer.index, fields=FaultActed(str(fault), "router"))
@@ -102,10 +102,12 @@ class RouterAtWork:
             if fault.kind == "delay-leg":
                 delay += ns(fault.ms)
             elif fault.kind == "wrong-dp":
-                dp = (fault.dp or 0) % len(engines)
+                dp -= me.own_dp(dp)
+                dp += (fault.dp or 0) % me.dp
                 rejected = False
         if rejected:
-            text = f"decode has no DP rank {request.prefill_dp}, which the router asks for, and rejects the request"
+            asked = context.setup.prefill.own_dp(request.prefill_dp)
+            text = f"decode has no DP rank {asked}, which the router asks for, and rejects the request"
             return Lost("rejected", text)
         if engines[dp].gone:
             self.context.log("unreachable", "router", side, transfer.index)

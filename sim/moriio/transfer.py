@@ -138,8 +138,8 @@ def response_of(params: dict[str, Any], me: Endpoint, dp: int, transfer: Transfe
         "do_remote_prefill": True,
         "do_remote_decode": False,
         "remote_block_ids": groups[0] if me.release.answer_blocks == "flat" else groups,
-        "remote_engine_id": f"{me.host}:{me.handshake_port}",
-        "remote_host": me.host,
+        "remote_engine_id": f"{me.host_of(dp)}:{me.handshake_port}",
+        "remote_host": me.host_of(dp),
         "remote_handshake_port": str(me.handshake_port),
         "remote_notify_port": str(me.notify_port),
         "remote_dp_size": me.dp,
@@ -147,5 +147,5 @@ def response_of(params: dict[str, Any], me: Endpoint, dp: int, transfer: Transfe
         "transfer_id": transfer_id,
     }
     if me.release.answer_dp == "rank":
-        answer |= {"remote_dp_rank": dp, "remote_dp_rank_override": True, "remote_dp_size_local": me.dp}
+        answer |= {"remote_dp_rank": me.own_dp(dp), "remote_dp_rank_override": True, "remote_dp_size_local": me.dp}
     return answer

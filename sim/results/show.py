@@ -291,4 +291,4 @@ def _rank_table(result: Result) -> Table:
 
 
 def _rank_name(result: Result, rank: RankCoverage) -> str:
-    return f"D{rank.dp}.{rank.tp}" if result.decode["dp"] > 1 else f"D{rank.tp}"
+    return f"D{rank.dp}.{rank.tp}" if result.decode["dp"] * result.decode.get("instances", 1) > 1 else f"D{rank.tp}"

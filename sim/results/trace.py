@@ -52,7 +52,7 @@ def trace(setup: Setup, steps: Sequence[Step], one_clock: bool = True) -> str:
     titles, processes = {"router": "router"}, {}
     pid = 0
     for me in (setup.prefill, setup.decode):
-        for dp in range(me.dp):
+        for dp in range(me.all_dp):
             pid += 1
             name, role = me.engine_name(dp), "prefill" if me.letter == "P" else "decode"
             titles[name] = f"{name} ({role}, vLLM {me.release.name})"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
@@ -24,6 +24,16 @@ NAMES = (
 """What `$` names stand for: the id of the request, and what both sides registered."""
 
 
+class Slot(NamedTuple):
+    """Where a leg goes: an instance, and its DP rank."""
+
+    instance: int
+    dp: int
+
+
+Choice = Literal["all_pairs", "one_counter", "flat"]
+
+
 class Router(msgspec.Struct, frozen=True, kw_only=True):
     """One router release: the legs it sends in each mode; None where a user's file doesn't say.
 
@@ -31,6 +41,7 @@ class Router(msgspec.Struct, frozen=True, kw_only=True):
     `pins`: which legs get the other side's DP rank as `remote_dp_rank` when that side has several.
     `decode_follows`: the decode leg goes to decode's DP rank of prefill's number when prefill has several; where decode
     has fewer, its front end rejects the request.
+    `choice`: which instances a request goes to if there are several, see `choose`.
     `registration_expiry_s`: how long after its last heartbeat an instance is forgotten (None: never).
     """
 
@@ -43,6 +54,7 @@ class Router(msgspec.Struct, frozen=True, kw_only=True):
     pins: tuple[str, ...] = ()
     source: str
     decode_follows: bool = False
+    choice: Choice = "all_pairs"
     registration_expiry_s: float | None = None
 
     @property
@@ -54,6 +66,24 @@ class Router(msgspec.Struct, frozen=True, kw_only=True):
     def recorded(self) -> bool:
         """Whether its legs are those of a real program."""
         return self.source.endswith("recorded on loopback") or "recorded on loopback:" in self.source
+
+    def choose(self, index: int, prefill: tuple[int, int], decode: tuple[int, int]) -> tuple[Slot, Slot]:
+        """Where request `index` goes; instances and DP ranks of each side.
+
+        `all_pairs` lets every slot of prefill meet every one of decode. `flat` counts the slots of each side, instances first.
+        `one_counter` takes prefill's instance and its DP rank from one number, so that some slots are never hit. In both of
+        these the two sides have the same number, and some pairs never meet. One instance a side is as ever: ranks in turn.
+        """
+        (p_instances, p_dp), (d_instances, d_dp) = prefill, decode
+        if p_instances == d_instances == 1:
+            return Slot(0, index % p_dp), Slot(0, index % d_dp)
+        if self.choice == "one_counter":
+            number = index + 1  # it counts a request before it looks
+            return Slot(number % p_instances, number % p_dp), Slot(number % d_instances, number // d_instances % d_dp)
+        p_slots, d_slots = p_instances * p_dp, d_instances * d_dp
+        p = index % p_slots
+        d = (index if self.choice == "flat" else p + index // p_slots) % d_slots
+        return Slot(p % p_instances, p // p_instances), Slot(d % d_instances, d // d_instances)
 
     def legs(self, mode: str) -> tuple[Template, Template]:
         """Both templates; raises InputError where a user's file has none for the mode."""
@@ -120,23 +150,24 @@ _TOY_025 = Router(
     read_decode=_TO_DECODE | _ANSWERED | _P_SIZES,
     forwards_response=False,
     pins=("write_decode", "read_decode"),
+    choice="one_counter",
     source="moriio_toy_proxy_server.py of vLLM 0.24.0 and 0.25.1, recorded on loopback",
 )
 _TOY_027 = msgspec.structs.replace(
     _TOY_025,
     name="toy-proxy 0.27.0",
+    choice="flat",
     source="moriio_toy_proxy_server.py of vLLM 0.26.0 and 0.27.0, recorded on loopback",
 )
 _TOY_030 = msgspec.structs.replace(
-    _TOY_025,
+    _TOY_027,
     name="toy-proxy 0.30.0",
     decode_follows=True,
     source="moriio_toy_proxy_server.py of vLLM 0.28.0 to 0.30.0, recorded on loopback",
 )
 _TOY_033 = msgspec.structs.replace(
-    _TOY_025,
+    _TOY_030,
     name="toy-proxy 0.33.0",
-    decode_follows=True,
     read_decode=_TOY_025.legs("read")[1] | {"tp_size": "$response.tp_size"},
     source="moriio_toy_proxy_server.py of vLLM 0.31.0 to 0.33.0, recorded on loopback",
 )
