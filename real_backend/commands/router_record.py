@@ -67,11 +67,11 @@ def command(
     wrong = differences(found, exchanges)
     text = json.dumps(legs_as_file(found), indent=1) + "\n"
     write_output(output, text)
-    _write_recordings(recordings, program.name, exchanges, options)
     click.echo(text, nl=False)
     for note in [*notes, *(f"not explained: {line}" for line in wrong if not notes)]:
         _say(note)
-    _tell_choices(program, modes, seconds)
+    crowds = _ask_crowds(program, modes, seconds)
+    _write_recordings(recordings, program.name, exchanges, crowds, options)
     if known is not None:
         _compare(known, differences(known, exchanges), len(exchanges), check)
 
@@ -100,22 +100,29 @@ def _play(program: Program, modes: list[str], release: str | None, seconds: floa
     return [each for shape in shapes for each in record(program, shape, EVERY_WAY, seconds)]
 
 
-def _write_recordings(path: str | None, name: str, exchanges: list[Exchange], options: list[str]) -> None:
-    if path is not None:
-        from kvcover.real_backend.router.files import as_toml, leg_tables
-
-        today = datetime.date.today().isoformat()
-        write_output(path, as_toml(list(leg_tables(name, exchanges, today, options))))
-
-
-def _tell_choices(program: Program, modes: list[str], seconds: float) -> None:
-    """Two instances a role: which slots are hit."""
+def _ask_crowds(program: Program, modes: list[str], seconds: float) -> list[list[Exchange]]:
+    """Two instances a role: tell which slots are hit, by mode."""
     from kvcover.real_backend.router.choices import REQUESTS, choices, crowd
     from kvcover.real_backend.router.record import PLAIN, record
 
+    crowds = []
     for mode in modes:
-        found = choices(record(program, crowd(mode), [PLAIN] * REQUESTS, seconds))
-        _say(f"{mode}, two instances a role with two DP ranks each: {found.told()}")
+        crowds.append(record(program, crowd(mode), [PLAIN] * REQUESTS, seconds))
+        _say(f"{mode}, two instances a role with two DP ranks each, one request after another: {choices(crowds[-1]).told()}")
+    return crowds
+
+
+def _write_recordings(
+    path: str | None, name: str, exchanges: list[Exchange], crowds: list[list[Exchange]], options: list[str]
+) -> None:
+    if path is None:
+        return
+    from kvcover.real_backend.router.choices import choices
+    from kvcover.real_backend.router.files import as_toml, choice_table, leg_tables
+
+    today = datetime.date.today().isoformat()
+    chosen = [choice_table(name, crowd, choices(crowd).order, today, options) for crowd in crowds]
+    write_output(path, as_toml("leg", list(leg_tables(name, exchanges, today, options))) + "\n" + as_toml("choice", chosen))
 
 
 def _compare(known: Router, wrong: list[str], count: int, check: bool) -> None:

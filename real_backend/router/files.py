@@ -1,4 +1,4 @@
-"""Recordings as they are kept: one table a leg, as in `tests/data/router_legs.toml`."""
+"""Recordings as they are kept, in the form of `tests/data/router_legs.toml`: one table a leg, and one a choice among instances."""
 
 from __future__ import annotations
 
@@ -43,9 +43,19 @@ def _masked(params: Mapping[str, Any], transfer_id: Any) -> str:
     return json.dumps({key: "<transfer_id>" if value == transfer_id else value for key, value in params.items()}, sort_keys=True)
 
 
-def as_toml(tables: Sequence[Mapping[str, Any]]) -> str:
-    """The tables as TOML."""
-    parts = ["\n".join(["[[leg]]", *(f"{key} = {_value(value)}" for key, value in table.items())]) for table in tables]
+def choice_table(
+    router: str, exchanges: Sequence[Exchange], order: Sequence[str], date: str, options: Sequence[str]
+) -> dict[str, Any]:
+    """Which slots requests went to, in order; see `choices.Choices`."""
+    shape = exchanges[0].shape
+    sizes = {side: {"tp": shape.size(side)[0], "dp": shape.size(side)[1], "instances": shape.instances} for side in ROLES}
+    more = {"options": list(options)} if options else {}
+    return {"router": router, "mode": shape.mode, **sizes, **more, "order": list(order), "date": date}
+
+
+def as_toml(name: str, tables: Sequence[Mapping[str, Any]]) -> str:
+    """Tables of one name as TOML."""
+    parts = ["\n".join([f"[[{name}]]", *(f"{key} = {_value(value)}" for key, value in table.items())]) for table in tables]
     return "\n\n".join(parts) + "\n"
 
 

@@ -263,7 +263,8 @@ def _show_remedies(out: Console, told: Remedies) -> None:
 
 
 def _engine(letter: str, size: dict[str, int]) -> str:
-    return f"{letter} TP{size['tp']}" + (f" DP{size['dp']}" if size["dp"] > 1 else "")
+    several = f"{size['instances']} × " if "instances" in size else ""
+    return f"{letter} {several}TP{size['tp']}" + (f" DP{size['dp']}" if size["dp"] > 1 else "")
 
 
 def _names(names: list[str]) -> str:
