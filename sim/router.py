@@ -78,11 +78,21 @@ class RouterAtWork:
             self.lose(transfer, "failed", unsent)
 
     def _forgotten(self, transfer: Transfer) -> bool:
-        """Whether the router has lost an instance by now: its heartbeats stopped and its registration ran out."""
+        """Whether the router has lost an instance by now, and knows no other: its heartbeats stopped and its registration ran out.
+
+        Of several instances it is the first, and its requests go to the next one.
+        """
         expiry_s = self.context.setup.router.registration_expiry_s
         for fault in self.context.injector.planned("stop-heartbeat"):
             if expiry_s is not None and self.context.clock.now > ns(fault.ms) + expiry_s * 1e9:
+                me = self.context.setup.prefill if fault.target == "prefill" else self.context.setup.decode
+                if me.side.instances > 1 and me.instance(transfer.chosen(fault.target)) > 0:
+                    continue
                 self.context.injector.note(fault)
+                if me.side.instances > 1:
+                    self.context.log("redirected", "router", fault.target, transfer.index)
+                    transfer.redirect(fault.target, transfer.chosen(fault.target) + me.dp)
+                    continue
                 self.context.log("forgotten", "router", fault.target, transfer.index)
                 transfer.bad_end = "failed"
                 transfer.finish()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from kvcover.sim.cache.ledger import Codes, Count
@@ -90,6 +91,17 @@ class Transfer:
         self.ports_off = {"prefill": 0, "decode": 0}  # how far the ports in its id are from those that are bound
         self.home: Memory | None = None  # of the decode engine that holds its blocks now
         self._decode = decode
+
+    def chosen(self, side: str) -> int:
+        """The DP rank of a side to which the router sends it."""
+        return self.request.prefill_dp if side == "prefill" else self.request.decode_dp
+
+    def redirect(self, side: str, dp: int) -> None:
+        """The router sends it to another DP rank than it would have."""
+        if side == "prefill":
+            self.request, self.prefill_dp = msgspec.structs.replace(self.request, prefill_dp=dp), dp
+        else:
+            self.request, self.decode_dp = msgspec.structs.replace(self.request, decode_dp=dp), dp
 
     def admit(self, tables: list[Codes], home: Memory) -> None:
         """A decode engine allocated blocks in `home`: from now on it is known which cells each of its TP ranks needs."""
