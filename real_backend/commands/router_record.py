@@ -49,7 +49,7 @@ def command(
     from kvcover.sim.scenario.legs_file import MODES
 
     check_output(output)
-    check_output(recordings)
+    check_output(recordings, option="--recordings")
     modes = mode.split(",")
     if unknown := [each for each in modes if each not in MODES]:
         raise InputError("--mode", f"no mode {short(unknown[0])}", "use write, read or write,read")
@@ -57,11 +57,11 @@ def command(
         raise InputError("ROUTER", "give a router's name, or --command, and not both", "such as 'vllm-router 0.1.17'")
     if check and own is not None:
         raise InputError("--check", "the package has no router of a --command", "leave it out")
-    options = shlex.split(more)
-    program = own_command(own) if own is not None else program_of(str(router), vllm, options, _say)
     known = _packaged(router, vllm)
     if check and known is None:
-        raise InputError("--check", f"the package has no {program.name} to compare with", "leave it out")
+        raise InputError("--check", f"the package has no {router} to compare with", "leave it out")
+    options = _words(more)
+    program = own_command(own) if own is not None else program_of(str(router), vllm, options, _say)
     exchanges = _play(program, modes, release, seconds)
     found, notes = fitted(program.name, exchanges)
     wrong = differences(found, exchanges)
@@ -76,16 +76,24 @@ def command(
         _compare(known, differences(known, exchanges), len(exchanges), check)
 
 
+def _words(text: str) -> list[str]:
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise InputError("--options", f"can't read {short(text)}: {error}", "close the quotes") from None
+
+
 def _say(text: str) -> None:
     click.echo(text, err=True)
 
 
 def _packaged(router: str | None, vllm: str | None) -> Router | None:
     """The router of that name that the package has, None if it has none."""
+    from kvcover.sim.releases.records import ALIASES, RELEASES
     from kvcover.sim.scenario.routers import ROUTERS, TOY_PROXY, get_router
 
     name, _, version = (router or "").partition(" ")
-    if vllm is None and name == TOY_PROXY:
+    if vllm is None and name == TOY_PROXY and version in {*RELEASES, *ALIASES}:
         return get_router(TOY_PROXY, version)
     return ROUTERS.get(router or "") if vllm is None else None
 
@@ -122,7 +130,9 @@ def _write_recordings(
 
     today = datetime.date.today().isoformat()
     chosen = [choice_table(name, crowd, choices(crowd).order, today, options) for crowd in crowds]
-    write_output(path, as_toml("leg", list(leg_tables(name, exchanges, today, options))) + "\n" + as_toml("choice", chosen))
+    write_output(
+        path, as_toml("leg", list(leg_tables(name, exchanges, today, options))) + "\n" + as_toml("choice", chosen), "--recordings"
+    )
 
 
 def _compare(known: Router, wrong: list[str], count: int, check: bool) -> None:
