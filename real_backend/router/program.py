@@ -67,7 +67,7 @@ def program_of(text: str, vllm: str | None, more: Sequence[str], say: Say) -> Pr
             raise InputError("--options", "the toy proxy takes none", "leave them out")
         if (vllm is None) == (not version):
             raise InputError("ROUTER", f"{short(text)}: which vLLM's proxy?", "write 'toy-proxy 0.27.0', or toy-proxy --vllm PATH")
-        return _toy_proxy(version, *(_of_tree(vllm) if vllm else _of_release(version, say)), say)
+        return _toy_proxy(version or f"of {vllm}", *(_of_tree(vllm) if vllm else _of_release(version, say)), say)
     if name != "vllm-router" or vllm is not None:
         problem = f"{short(text)} is no router that can be started" if vllm is None else "--vllm is for the toy proxy"
         raise InputError("ROUTER", problem, "write 'vllm-router 0.1.17', 'toy-proxy 0.33.0', or --command with your own")

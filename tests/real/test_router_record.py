@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from kvcover import build, run
+from kvcover.real_backend.router import program
 from kvcover.real_backend.router.files import leg_tables
 from kvcover.real_backend.router.heartbeat import frame
 from kvcover.real_backend.router.program import Program, own_command, program_of
@@ -97,6 +98,52 @@ def test_bad_commands(text: str, message: str) -> None:
     with pytest.raises(InputError) as error:
         own_command(text)
     assert message in str(error.value)
+
+
+PROXY = """
+import threading
+
+def start_service_discovery(host, port):
+    assert host == "127.0.0.1"
+    print("registrations at", port, flush=True)
+
+class app:
+    @staticmethod
+    def run(host, port):
+        from vllm.distributed.kv_transfer.kv_connector.v1.moriio.moriio_common import MoRIIOConstants
+        raise SystemExit(f"{host} {MoRIIOConstants.TRANSFER_PREFIX} {MoRIIOConstants.PING_INTERVAL}")
+"""
+
+
+def a_tree(
+    tmp_path: Path, proxy: str = PROXY, common: str = "class MoRIIOConstants:\n    TRANSFER_PREFIX = 'tx'\n    PING_INTERVAL = 3\n"
+) -> Path:
+    folder = tmp_path / "vllm" / "distributed" / "kv_transfer" / "kv_connector" / "v1" / "moriio"
+    for each, name, text in (
+        (folder, "moriio_common.py", "import torch\n" + common),
+        (tmp_path / "examples" / "x", "moriio_toy_proxy_server.py", proxy),
+    ):
+        each.mkdir(parents=True)
+        (each / name).write_text(text)
+    return tmp_path
+
+
+def test_a_trees_own_proxy_runs_with_its_constants_and_no_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its start-up block, which would listen on every address, is not run; neither is torch imported."""
+    monkeypatch.setattr(program, "_environment", lambda *_words: Path(sys.executable))
+    proxy = program_of("toy-proxy", str(a_tree(tmp_path)), [], print)
+    with pytest.raises(TierError) as told:
+        record(proxy, SHAPE, [PLAIN], 10.0)
+    assert str(told.value) == f"toy-proxy of {tmp_path}: it ended with exit code 1; it said '127.0.0.1 tx 3'"
+
+
+@pytest.mark.parametrize(
+    ("common", "message"),
+    [("x = 1\n", "has no MoRIIOConstants"), ("class MoRIIOConstants(:\n", "is no Python")],
+)
+def test_a_tree_of_which_no_proxy_can_be_made(common: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(TierError, match=message):
+        program_of("toy-proxy", str(a_tree(tmp_path, common=common)), [], print)
 
 
 def test_a_long_frame_has_eight_bytes_of_length() -> None:
@@ -195,8 +242,8 @@ def recorded_before(table: dict[str, Any], router: str) -> dict[str, Any] | None
 def test_a_router_sends_what_it_sent_when_it_was_recorded_before() -> None:
     """vllm-router 0.1.16, the first with true TP sizes, against legs that other stubs and another harness recorded."""
     name = "vllm-router 0.1.16"
-    program = installed(name)
-    exchanges = [each for shape in grid() for each in record(program, shape, [PLAIN], 20.0)]
+    router = installed(name)
+    exchanges = [each for shape in grid() for each in record(router, shape, [PLAIN], 20.0)]
     compared = 0
     for table in leg_tables(name, exchanges, "today"):
         if (before := recorded_before(table, name)) is not None:
@@ -216,10 +263,10 @@ def test_the_routers_version_decides_on_the_real_connector(trees: Path, tmp_path
     assert (trees / "0.27.0").is_dir()
     scenarios = []
     for version in ("0.1.15", "0.1.16"):
-        program = installed(f"vllm-router {version}")
-        exchanges = [each for shape in grid(["write"]) for each in record(program, shape, [PLAIN], 20.0)]
+        router = installed(f"vllm-router {version}")
+        exchanges = [each for shape in grid(["write"]) for each in record(router, shape, [PLAIN], 20.0)]
         path = tmp_path / f"{version}.json"
-        path.write_text(json.dumps(legs_as_file(fitted(program.name, exchanges)[0])))
+        path.write_text(json.dumps(legs_as_file(fitted(router.name, exchanges)[0])))
         scenarios.append(build({"release": "0.27.0", "prefill": {"tp": 8}, "decode": {"tp": 8}, "model": "layers=2,mla=64+16",
                                 "router": str(path)}))  # fmt: skip
     expected = [("corrupt", 0.125), ("ok", 1.0)]
