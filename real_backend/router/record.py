@@ -9,8 +9,9 @@ import asyncio
 import contextlib
 import socket
 import time
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from pathlib import Path
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -23,6 +24,8 @@ from kvcover.sim import launch
 from kvcover.sim.errors import Inconclusive, TierError
 from kvcover.sim.releases.records import NEWEST, get_release
 
+_LATE_LEG_S = 1.0
+"""A leg that is tried again may come when the client has its answer."""
 _STRANGERS = ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "http_proxy", "https_proxy", "all_proxy")
 """Loopback is nobody's to forward."""
 
@@ -80,26 +83,54 @@ class Exchange(msgspec.Struct, frozen=True, kw_only=True):
         return self.prefill if role == "prefill" else self.decode
 
 
-def record(program: Program, shape: Shape, asks: Sequence[Ask], limit_s: float) -> list[Exchange]:
-    """One freshly started router, asked in turn. `limit_s`: for its start, and for each answer.
+class Trouble(msgspec.Struct, frozen=True, kw_only=True):
+    """A request of which one leg was answered 503: the client's status, 0 if it got none, and all legs in order."""
+
+    status: int
+    legs: list[SeenLeg]
+
+
+def record(program: Program, shape: Shape, asks: Sequence[Ask], limit_s: float, start_s: float | None = None) -> list[Exchange]:
+    """One freshly started router, asked in turn. `limit_s`: for each answer, and for its start unless `start_s` is given.
 
     Raises TierError for a router that ends by itself, Inconclusive for one that does not do its work in time. However this
     ends, the router and all that came of it are gone.
     """
+    return _in_folder(program, lambda folder: _Session(program, shape, folder, limit_s, start_s or limit_s).play(asks))
+
+
+def fail_a_leg(program: Program, shape: Shape, role: Role, limit_s: float) -> Trouble:
+    """A healthy request, then one whose first leg of a role is answered 503: what the router makes of it. Raises as `record`."""
+    return _in_folder(program, lambda folder: _Session(program, shape, folder, limit_s, limit_s).trouble(role))
+
+
+_T = TypeVar("_T")
+_TRIES = 3
+
+
+class _PortTaken(TierError):
+    """Somebody else took a port between our look and the router's start: it is tried with others."""
+
+
+def _in_folder(program: Program, play: Callable[[Path], Coroutine[Any, Any, _T]]) -> _T:
     with launch.work_folder() as folder:
         for name, text in program.files.items():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             (folder / name).write_text(text)
-        return asyncio.run(_Session(program, shape, folder, limit_s).play(asks))
+        for tries_left in reversed(range(_TRIES)):
+            with contextlib.suppress(_PortTaken) if tries_left else contextlib.nullcontext():
+                return asyncio.run(play(folder))
+        raise AssertionError("the last try returns or raises")
 
 
 class _Session:
     """One router with its engines."""
 
-    def __init__(self, program: Program, shape: Shape, folder: Path, limit_s: float) -> None:
-        self._program, self._shape, self._folder, self._limit_s = program, shape, folder, limit_s
+    def __init__(self, program: Program, shape: Shape, folder: Path, limit_s: float, start_s: float) -> None:
+        self._program, self._shape, self._folder, self._limit_s, self._start_s = program, shape, folder, limit_s, start_s
         self._seen: list[SeenLeg] = []
         self._changed = asyncio.Event()
+        self._failing: Role | None = None
         release = get_release(shape.release)
         self._engines = [
             StubEngine(role, instance, shape.size(role), shape.mode, release, self._note, shape.odd)
@@ -107,12 +138,31 @@ class _Session:
             for role in ROLES
         ]
 
-    def _note(self, leg: SeenLeg) -> None:
+    def _note(self, leg: SeenLeg) -> bool:
+        """Note a leg, and say whether it is the one that fails."""
         self._seen.append(leg)
         self._changed.set()
+        fails, self._failing = leg.role == self._failing, None if leg.role == self._failing else self._failing
+        return fails
 
     async def play(self, asks: Sequence[Ask]) -> list[Exchange]:
         """Start all, ask, and end all."""
+        async with self._running():
+            return [await self._exchange(number, ask) for number, ask in enumerate(asks)]
+
+    async def trouble(self, role: Role) -> Trouble:
+        """The same with a leg that fails."""
+        async with self._running():
+            await self._exchange(0, PLAIN)
+            self._seen.clear()
+            self._failing = role
+            status, _ = await self._asked(PLAIN, 1)
+            await asyncio.sleep(_LATE_LEG_S)
+            return Trouble(status=status, legs=list(self._seen))
+
+    @contextlib.asynccontextmanager
+    async def _running(self) -> AsyncIterator[None]:
+        """Engines that answer, and a router that listens."""
         async with self._running_engines():
             self._port, discovery, metrics = free_ports(3)
             command = self._program.started((self._port, discovery, metrics), self._folder)
@@ -121,7 +171,7 @@ class _Session:
                 beats = [asyncio.create_task(announce(discovery, engine.registration)) for engine in self._engines]
                 try:
                     await self._listening()
-                    return [await self._exchange(number, ask) for number, ask in enumerate(asks)]
+                    yield
                 finally:
                     for beat in beats:
                         beat.cancel()
@@ -149,7 +199,7 @@ class _Session:
 
     async def _listening(self) -> None:
         """Wait until the router takes connections."""
-        deadline = time.monotonic() + self._limit_s
+        deadline = time.monotonic() + self._start_s
         while time.monotonic() < deadline:
             self._check_alive()
             with contextlib.suppress(OSError):
@@ -157,7 +207,7 @@ class _Session:
                 writer.close()
                 return
             await asyncio.sleep(0.05)
-        raise Inconclusive(f"{self._program.name} did not listen on its port in {self._limit_s:g} s{self._last_words()}")
+        raise Inconclusive(f"{self._program.name} did not listen on its port in {self._start_s:g} s{self._last_words()}")
 
     async def _exchange(self, number: int, ask: Ask) -> Exchange:
         """Ask once; the first request is asked again until the router knows its engines."""
@@ -210,7 +260,8 @@ class _Session:
         """Raise TierError if the router is no more."""
         code = self._router.process.poll()
         if code is not None:
-            raise TierError(self._program.name, f"it ended with exit code {code}{self._last_words()}", "")
+            text = f"it ended with exit code {code}{self._last_words()}"
+            raise (_PortTaken if "already in use" in text.lower() else TierError)(self._program.name, text)
 
     def _last_words(self) -> str:
         lines = [line for line in self._log.read_text(errors="replace").splitlines() if line.strip()] if self._log.exists() else []
@@ -227,8 +278,3 @@ def free_ports(count: int) -> list[int]:
     finally:
         for each in sockets:
             each.close()
-
-
-def asks_of(count: int) -> Iterable[Ask]:
-    """As many plain requests."""
-    return [PLAIN] * count

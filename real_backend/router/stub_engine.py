@@ -39,7 +39,10 @@ class SeenLeg(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StubEngine:
-    """One instance of a role. `odd`: in READ it answers as if its sizes and ids were others, to see who takes what from where."""
+    """One instance of a role; it answers 503 to a leg for which `note` says so.
+
+    `odd`: in READ it answers as if its sizes and ids were others, to see who takes what from where.
+    """
 
     def __init__(
         self,
@@ -48,7 +51,7 @@ class StubEngine:
         size: tuple[int, int],
         mode: str,
         release: ConnectorRelease,
-        note: Callable[[SeenLeg], None],
+        note: Callable[[SeenLeg], bool],
         odd: bool = False,
     ) -> None:
         self.role, self.instance, self.mode = role, instance, mode
@@ -114,8 +117,10 @@ class StubEngine:
         params = params if isinstance(params, dict) and params else None
         headers = {name: fields[name] for name in _KEPT if name in fields}
         reply = self._reply(params, headers) if self.mode == "read" and self.role == "prefill" and params else None
-        self._note(SeenLeg(role=self.role, instance=self.instance, path=path, headers=headers, request=request,
-                           params=params, reply=reply))  # fmt: skip
+        leg = SeenLeg(role=self.role, instance=self.instance, path=path, headers=headers, request=request,
+                      params=params, reply=reply)  # fmt: skip
+        if self._note(leg):
+            return b"HTTP/1.1 503 Service Unavailable\r\nContent-Length: 0\r\n\r\n"
         answer = {"id": "cmpl-0", "object": ASKED[path], "created": 0, "model": "stub", "kv_transfer_params": reply,
                   "usage": {"prompt_tokens": 3, "completion_tokens": 1, "total_tokens": 4}}  # fmt: skip
         if body.get("stream"):

@@ -205,7 +205,7 @@ FAKE = Path(__file__).parents[1] / "real" / "fake_router.py"
 
 def fake(how: str) -> tuple[str, ...]:
     own = shlex.join([sys.executable, str(FAKE), how, "{port}", "{discovery}", "notes"])
-    return ("router", "record", "--command", own, "--seconds", "2")
+    return ("router", "record", "--command", own, "--seconds", "4")
 
 
 def test_record_writes_a_file_for_other_commands(kvcover: Any) -> None:
@@ -230,8 +230,8 @@ def test_record_writes_a_file_for_other_commands(kvcover: Any) -> None:
     ("how", "code", "message"),
     [
         ("dies", 2, "kvcover: python3: it ended with exit code 3; it said 'no such connector: moriio'"),
-        ("unregistered", 3, "kvcover: inconclusive: python3 answered 503 for 2 s"),
-        ("hangs", 3, "kvcover: inconclusive: python3 took a request and did not answer in 2 s"),
+        ("unregistered", 3, "kvcover: inconclusive: python3 answered 503 for 4 s"),
+        ("hangs", 3, "kvcover: inconclusive: python3 took a request and did not answer in 4 s"),
     ],
 )
 def test_a_router_that_can_not_be_recorded(kvcover: Any, how: str, code: int, message: str) -> None:

@@ -15,6 +15,7 @@ import threading
 import time
 import urllib.request
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -110,6 +111,9 @@ def main(how: str, port: int, discovery: int, notes: str) -> None:
     child = subprocess.Popen(["sleep", "1000"], start_new_session=True)  # what a router leaves behind must go too
     with open(notes, "a") as file:
         file.write(f"{os.getpid()} {child.pid} {port} {discovery}\n")
+    if how == "port-taken" and len(Path(notes).read_text().splitlines()) < 3:
+        print("Error: Address already in use (os error 98)", file=sys.stderr, flush=True)
+        sys.exit(1)
     if how == "dies":
         print("no such connector: moriio", file=sys.stderr, flush=True)
         sys.exit(3)

@@ -14,11 +14,12 @@ from typing import Any
 import pytest
 
 from kvcover import build, run
+from kvcover.real_backend.driver.trial import Role
 from kvcover.real_backend.router import program
 from kvcover.real_backend.router.files import leg_tables
 from kvcover.real_backend.router.heartbeat import frame
 from kvcover.real_backend.router.program import Program, own_command, program_of
-from kvcover.real_backend.router.record import PLAIN, Ask, Exchange, Shape, record
+from kvcover.real_backend.router.record import PLAIN, Ask, Exchange, Shape, fail_a_leg, record
 from kvcover.real_backend.router.stub_engine import SeenLeg
 from kvcover.real_backend.router.templates import differences, fitted, grid, legs_as_file
 from kvcover.real_backend.tiers.connector import connector_tier
@@ -60,6 +61,20 @@ def test_both_legs_are_noted_whatever_was_asked(tmp_path: Path) -> None:
     check_all_gone(notes)
 
 
+def test_a_port_that_somebody_took_is_tried_otherwise(tmp_path: Path) -> None:
+    notes = tmp_path / "notes"
+    assert len(record(own_command(command("port-taken", notes)), SHAPE, [PLAIN], 10.0)) == 1
+    assert len(notes.read_text().splitlines()) == 3
+    check_all_gone(notes)
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_leg_that_fails_is_seen_with_what_the_client_got(role: Role, tmp_path: Path) -> None:
+    trouble = fail_a_leg(own_command(command("works", tmp_path / "notes")), SHAPE, role, 10.0)
+    assert trouble.status == 0, "this one drops the connection"
+    assert [leg.role for leg in trouble.legs] == (["prefill"] if role == "prefill" else ["prefill", "decode"])
+
+
 @pytest.mark.parametrize(
     ("how", "error", "words"),
     [
@@ -74,9 +89,9 @@ def test_both_legs_are_noted_whatever_was_asked(tmp_path: Path) -> None:
 def test_a_router_that_does_not_do_its_work(how: str, error: type[Exception], words: str, tmp_path: Path) -> None:
     notes, began = tmp_path / "notes", time.monotonic()
     with pytest.raises(error) as told:
-        record(own_command(command(how, notes)), SHAPE, [PLAIN], 1.5)
+        record(own_command(command(how, notes)), SHAPE, [PLAIN], 1.5, start_s=1.5 if how == "deaf" else 20.0)
     assert words in str(told.value)
-    assert time.monotonic() - began < 15
+    assert time.monotonic() - began < 40
     check_all_gone(notes)
 
 
@@ -272,3 +287,23 @@ def test_the_routers_version_decides_on_the_real_connector(trees: Path, tmp_path
     expected = [("corrupt", 0.125), ("ok", 1.0)]
     assert [(result.outcome, result.coverage) for result in map(run, scenarios)] == expected
     assert [(result.outcome, result.coverage) for result in connector_tier.many(scenarios)] == expected
+
+
+# Which of two legs fails, by mode: the client's status, and which legs were sent in all, P and D; a new letter is a new transfer.
+# None tries again, and the toy proxy answers 200 for a prefill leg that failed in WRITE and for a decode leg that failed.
+HONEST = {("write", "prefill"): (500, "D0 P0"), ("write", "decode"): (503, "D0 P0"),
+          ("read", "prefill"): (500, "P0"), ("read", "decode"): (503, "D0 P0")}  # fmt: skip
+TOY = HONEST | {("write", "prefill"): (200, "D0 P0"), ("write", "decode"): (200, "D0 P0"), ("read", "decode"): (200, "D0 P0")}
+FAILURES = {"vllm-router 0.1.16": HONEST, "vllm-router 0.1.17": HONEST, "toy-proxy 0.33.0": TOY}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAILURES)
+def test_what_real_routers_make_of_a_leg_that_fails(name: str) -> None:
+    router = installed(name)
+    for (mode, role), expected in FAILURES[name].items():
+        shape = Shape(mode=mode, prefill=(1, 1), decode=(1, 1))
+        trouble = fail_a_leg(router, shape, "prefill" if role == "prefill" else "decode", 20.0)
+        transfers = list(dict.fromkeys((leg.params or {}).get("transfer_id") for leg in trouble.legs))
+        sent = sorted(f"{leg.role[0].upper()}{transfers.index((leg.params or {}).get('transfer_id'))}" for leg in trouble.legs)
+        assert (mode, role, trouble.status, " ".join(sent)) == (mode, role, *expected)
