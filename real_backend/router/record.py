@@ -104,6 +104,11 @@ def fail_a_leg(program: Program, shape: Shape, role: Role, limit_s: float) -> Tr
     return _in_folder(program, lambda folder: _Session(program, shape, folder, limit_s, limit_s).trouble(role))
 
 
+def forgets_after(program: Program, shape: Shape, role: Role, limit_s: float) -> float | None:
+    """Seconds from the last heartbeat of the one instance of a role until its requests are refused; None if not in the limit."""
+    return _in_folder(program, lambda folder: _Session(program, shape, folder, limit_s, limit_s).silence(role))
+
+
 _T = TypeVar("_T")
 _TRIES = 3
 
@@ -160,6 +165,18 @@ class _Session:
             await asyncio.sleep(_LATE_LEG_S)
             return Trouble(status=status, legs=list(self._seen))
 
+    async def silence(self, role: Role) -> float | None:
+        """The same with heartbeats that stop."""
+        async with self._running():
+            await self._exchange(0, PLAIN)
+            self._beats[role].cancel()
+            stopped = time.monotonic()
+            while (silent_s := time.monotonic() - stopped) < self._limit_s:
+                if (await self._asked(PLAIN, 1))[0] != 200:
+                    return silent_s
+                await asyncio.sleep(0.25)
+            return None
+
     @contextlib.asynccontextmanager
     async def _running(self) -> AsyncIterator[None]:
         """Engines that answer, and a router that listens."""
@@ -169,6 +186,7 @@ class _Session:
             with self._log.open("wb") as log, self._launched(command, log) as router:
                 self._router = router
                 beats = [asyncio.create_task(announce(discovery, engine.registration)) for engine in self._engines]
+                self._beats = {engine.role: beat for engine, beat in zip(self._engines, beats, strict=True)}
                 try:
                     await self._listening()
                     yield

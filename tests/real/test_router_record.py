@@ -19,7 +19,7 @@ from kvcover.real_backend.router import program
 from kvcover.real_backend.router.files import leg_tables
 from kvcover.real_backend.router.heartbeat import frame
 from kvcover.real_backend.router.program import Program, own_command, program_of
-from kvcover.real_backend.router.record import PLAIN, Ask, Exchange, Shape, fail_a_leg, record
+from kvcover.real_backend.router.record import PLAIN, Ask, Exchange, Shape, fail_a_leg, forgets_after, record
 from kvcover.real_backend.router.stub_engine import SeenLeg
 from kvcover.real_backend.router.templates import differences, fitted, grid, legs_as_file
 from kvcover.real_backend.tiers.connector import connector_tier
@@ -307,3 +307,13 @@ def test_what_real_routers_make_of_a_leg_that_fails(name: str) -> None:
         transfers = list(dict.fromkeys((leg.params or {}).get("transfer_id") for leg in trouble.legs))
         sent = sorted(f"{leg.role[0].upper()}{transfers.index((leg.params or {}).get('transfer_id'))}" for leg in trouble.legs)
         assert (mode, role, trouble.status, " ".join(sent)) == (mode, role, *expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["vllm-router 0.1.17", "toy-proxy 0.33.0"])
+def test_real_routers_forget_as_the_package_says(name: str) -> None:
+    """They count whole seconds, and the last heartbeat may be half a second old."""
+    expiry_s = ROUTERS[name].registration_expiry_s
+    after_s = forgets_after(installed(name), Shape(mode="write", prefill=(1, 1), decode=(1, 1)), "decode", 15.0)
+    assert (after_s is None) == (expiry_s is None)
+    assert after_s is None or expiry_s is None or abs(after_s - expiry_s) < 2.5
