@@ -98,7 +98,8 @@ def _vllm_router(version: str, more: Sequence[str], say: Say) -> Program:
     connector = ("--kv-connector", "moriio") if [int(part) for part in version.split(".")] >= [0, 1, 15] else ()
     own = ("--host", "127.0.0.1", "--port", "{port}", "--vllm-discovery-address", "127.0.0.1:{discovery}")
     metrics = ("--prometheus-host", "127.0.0.1", "--prometheus-port", "{metrics}")
-    command = (str(python.with_name("vllm-router")), "--vllm-pd-disaggregation", *connector, *own, *metrics, *more)
+    script = str(python.with_name("vllm-router"))  # its first line names a path that may be too long for the system, or old
+    command = (str(python), "-P", script, "--vllm-pd-disaggregation", *connector, *own, *metrics, *more)
     return Program(name=f"vllm-router {version}", command=command)
 
 
