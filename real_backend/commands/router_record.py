@@ -46,6 +46,7 @@ def command(
     """
     from kvcover.real_backend.router.program import own_command, program_of
     from kvcover.real_backend.router.templates import differences, fitted, legs_as_file
+    from kvcover.sim.releases.records import NEWEST, get_release
     from kvcover.sim.scenario.legs_file import MODES
 
     check_output(output)
@@ -55,8 +56,10 @@ def command(
         raise InputError("--mode", f"no mode {short(unknown[0])}", "use write, read or write,read")
     if (router is None) == (own is None):
         raise InputError("ROUTER", "give a router's name, or --command, and not both", "such as 'vllm-router 0.1.17'")
-    if check and own is not None:
-        raise InputError("--check", "the package has no router of a --command", "leave it out")
+    for option, given in (("--check", check), ("--options", more), ("--vllm", vllm)):
+        if own is not None and given:
+            raise InputError(option, "means nothing beside --command", "leave it out; options may stand in the command")
+    release = get_release(release or NEWEST, "--release").name
     known = _packaged(router, vllm)
     if check and known is None:
         raise InputError("--check", f"the package has no {router} to compare with", "leave it out")
@@ -70,6 +73,8 @@ def command(
     click.echo(text, nl=False)
     for note in [*notes, *(f"not explained: {line}" for line in wrong if not notes)]:
         _say(note)
+    if more_legs := sum(each.more > 0 for each in exchanges):
+        _say(f"{more_legs} of {len(exchanges)} requests had more than two legs; the first of each role is told")
     crowds = _ask_crowds(program, modes, seconds)
     _write_recordings(recordings, program.name, exchanges, crowds, options)
     if known is not None:
@@ -98,12 +103,11 @@ def _packaged(router: str | None, vllm: str | None) -> Router | None:
     return ROUTERS.get(router or "") if vllm is None else None
 
 
-def _play(program: Program, modes: list[str], release: str | None, seconds: float) -> list[Exchange]:
+def _play(program: Program, modes: list[str], release: str, seconds: float) -> list[Exchange]:
     from kvcover.real_backend.router.record import EVERY_WAY, record
     from kvcover.real_backend.router.templates import grid
-    from kvcover.sim.releases.records import NEWEST, get_release
 
-    shapes = grid(modes, get_release(release or NEWEST, "--release").name)
+    shapes = grid(modes, release)
     _say(f"recording {program.name}: {len(shapes)} deployments, {len(EVERY_WAY)} requests each")
     return [each for shape in shapes for each in record(program, shape, EVERY_WAY, seconds)]
 

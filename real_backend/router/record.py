@@ -11,7 +11,7 @@ import socket
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
 
 import msgspec
 
@@ -199,11 +199,11 @@ class _Session:
     def _log(self) -> Path:
         return self._folder / "router.log"
 
-    def _launched(self, command: list[str], log: object) -> launch.Launched:
+    def _launched(self, command: list[str], log: IO[bytes]) -> launch.Launched:
         python_path = self._program.python_path.replace("{folder}", str(self._folder))
         own = launch.environment(PYTHONPATH=python_path, PYTHONUNBUFFERED="1", NO_PROXY="127.0.0.1,localhost")
         own = {name: value for name, value in own.items() if name not in _STRANGERS}
-        return launch.Launched(command, env=own, cwd=self._folder, folder=self._folder, stdout=log, stderr=log)  # type: ignore[arg-type]
+        return launch.Launched(command, env=own, cwd=self._folder, folder=self._folder, stdout=log, stderr=log)
 
     @contextlib.asynccontextmanager
     async def _running_engines(self) -> AsyncIterator[None]:
