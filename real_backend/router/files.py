@@ -48,7 +48,9 @@ def choice_table(
 ) -> dict[str, Any]:
     """Which slots requests went to, in order; see `choices.Choices`."""
     shape = exchanges[0].shape
-    sizes = {side: {"tp": shape.size(side)[0], "dp": shape.size(side)[1], "instances": shape.instances} for side in ROLES}
+    sizes: dict[str, Any] = {
+        side: {"tp": shape.size(side)[0], "dp": shape.size(side)[1], "instances": shape.instances} for side in ROLES
+    }
     more = {"options": list(options)} if options else {}
     return {"router": router, "mode": shape.mode, **sizes, **more, "order": list(order), "date": date}
 

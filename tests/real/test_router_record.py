@@ -232,6 +232,9 @@ def test_another_router_differs_by_key_and_sizes() -> None:
     assert told[0] == ("write prefill leg, P TP4 DP1 → D TP8 DP1: remote_tp_size is 8, and vllm-router 0.1.15 has 1")
 
 
+PATIENT = {"transfer_timeout_s": 20.0, "defer_timeout_s": 25.0}
+"""Nothing waits for them here, and sixteen ranks take their time on a busy machine."""
+
 # -- real programs -----------------------------------------------------------------------------------------------
 
 
@@ -283,7 +286,7 @@ def test_the_routers_version_decides_on_the_real_connector(trees: Path, tmp_path
         path = tmp_path / f"{version}.json"
         path.write_text(json.dumps(legs_as_file(fitted(router.name, exchanges)[0])))
         scenarios.append(build({"release": "0.27.0", "prefill": {"tp": 8}, "decode": {"tp": 8}, "model": "layers=2,mla=64+16",
-                                "router": str(path)}))  # fmt: skip
+                                "router": str(path), "fabric": "loopback", "timers": PATIENT}))  # fmt: skip
     expected = [("corrupt", 0.125), ("ok", 1.0)]
     assert [(result.outcome, result.coverage) for result in map(run, scenarios)] == expected
     assert [(result.outcome, result.coverage) for result in connector_tier.many(scenarios)] == expected
