@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import random
 import socket
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
@@ -111,6 +112,7 @@ def forgets_after(program: Program, shape: Shape, role: Role, limit_s: float) ->
 
 _T = TypeVar("_T")
 _TRIES = 3
+_PORTS = range(10_000, 18_000)
 
 
 class _PortTaken(TierError):
@@ -287,12 +289,12 @@ class _Session:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports of loopback on which nobody listens now."""
-    sockets = [socket.socket() for _ in range(count)]
-    try:
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
-    finally:
-        for each in sockets:
-            each.close()
+    """Ports of loopback on which nobody listens now, below those that a system gives to whoever asks for any."""
+    found: list[int] = []
+    for port in random.SystemRandom().sample(_PORTS, len(_PORTS)):
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind(("127.0.0.1", port))
+            found.append(port)
+        if len(found) == count:
+            return found
+    raise TierError("ports", f"no {count} are free from {_PORTS.start} to {_PORTS.stop - 1}", "end what listens there")
