@@ -11,12 +11,12 @@ import io
 import os
 import sys
 from collections.abc import Iterator
-from importlib import import_module
 from typing import Any, NoReturn, TextIO, cast
 
 import click
 
 from kvcover import __version__
+from kvcover.sim.commands.lazy import LazyGroup
 from kvcover.sim.errors import Inconclusive, InputError, nearest, plain, short
 from kvcover.sim.plain import harmless
 from kvcover.sim.signals import Ended, unwind_on_signals
@@ -46,25 +46,8 @@ COMMANDS = {
 }
 
 
-class Commands(click.Group):
-    """A group whose commands are loaded when they are asked for; errors are one line and exit code 2."""
-
-    def list_commands(self, ctx: click.Context) -> list[str]:
-        return sorted(COMMANDS)
-
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name not in COMMANDS:
-            return None
-        module, _, name = COMMANDS[cmd_name].partition(":")
-        command = getattr(import_module(module), name)
-        assert isinstance(command, click.Command)
-        return command
-
-    def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
-        name = args[0] if args else ""
-        if self.get_command(ctx, name) is None and not name.startswith("-"):
-            raise InputError(f"command {short(name)}", "no such command", nearest(name, self.list_commands(ctx)))
-        return super().resolve_command(ctx, args)
+class Commands(LazyGroup):
+    """The group of all commands; errors are one line and exit code 2."""
 
     def make_context(
         self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
@@ -99,7 +82,7 @@ class ReaderLeft(Exception):
     """Nobody reads standard output any more, as after `| head`."""
 
 
-@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.group(cls=Commands, table=COMMANDS, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(__version__, package_name="kvcover")
 def kvcover() -> None:
     """Which KV cells does decode get? Simulates vLLM's MoRI-IO connector rank by rank, injects faults, and runs the

@@ -78,11 +78,21 @@ class RouterAtWork:
             self.lose(transfer, "failed", unsent)
 
     def _forgotten(self, transfer: Transfer) -> bool:
-        """Whether the router has lost an instance by now: its heartbeats stopped and its registration ran out."""
+        """Whether the router has lost an instance by now, and knows no other: its heartbeats stopped and its registration ran out.
+
+        Of several instances it is the first, and its requests go to the next one.
+        """
         expiry_s = self.context.setup.router.registration_expiry_s
         for fault in self.context.injector.planned("stop-heartbeat"):
             if expiry_s is not None and self.context.clock.now > ns(fault.ms) + expiry_s * 1e9:
+                me = self.context.setup.prefill if fault.target == "prefill" else self.context.setup.decode
+                if me.side.instances > 1 and me.instance(transfer.chosen(fault.target)) > 0:
+                    continue
                 self.context.injector.note(fault)
+                if me.side.instances > 1:
+                    self.context.log("redirected", "router", fault.target, transfer.index)
+                    transfer.redirect(fault.target, transfer.chosen(fault.target) + me.dp)
+                    continue
                 self.context.log("forgotten", "router", fault.target, transfer.index)
                 transfer.bad_end = "failed"
                 transfer.finish()
@@ -93,7 +103,7 @@ class RouterAtWork:
         """Send one leg, which key faults have changed, through the router's own; returns why no engine gets it, if none does."""
         context, request, engines = self.context, transfer.request, self._deployment.side(side)
         params = self.handed(side, self._leave(transfer, side, *leg))
-        rejected = side == "decode" and request.rejected
+        me, rejected = engines[0].me, side == "decode" and request.rejected
         dp, delay = (request.prefill_dp if side == "prefill" else request.decode_dp), 0
         for fault in context.injector.acting("router", side, request=transfer.index, now_ms=context.now_ms):
             self.context.log("fault_fired", "router", side, transfer.index, fields=FaultActed(str(fault), "router"))
@@ -102,10 +112,12 @@ class RouterAtWork:
             if fault.kind == "delay-leg":
                 delay += ns(fault.ms)
             elif fault.kind == "wrong-dp":
-                dp = (fault.dp or 0) % len(engines)
+                dp -= me.own_dp(dp)
+                dp += (fault.dp or 0) % me.dp
                 rejected = False
         if rejected:
-            text = f"decode has no DP rank {request.prefill_dp}, which the router asks for, and rejects the request"
+            asked = context.setup.prefill.own_dp(request.prefill_dp)
+            text = f"decode has no DP rank {asked}, which the router asks for, and rejects the request"
             return Lost("rejected", text)
         if engines[dp].gone:
             self.context.log("unreachable", "router", side, transfer.index)

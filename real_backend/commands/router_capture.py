@@ -14,7 +14,7 @@ from kvcover.sim.commands.options import check_output, write_output
 from kvcover.sim.errors import InputError, short
 
 if TYPE_CHECKING:
-    from kvcover.real_backend.driver.http_hop import Hop
+    from kvcover.real_backend.router.http_hop import Hop
 
 _FORM = "write LISTEN=ENGINE such as 127.0.0.1:9100=127.0.0.1:8100"
 
@@ -30,8 +30,8 @@ def command(prefill: str | None, decode: str | None, seconds: float, output: str
     Register the engines with the router by the addresses of the hops (the engines' http_port). What is noted is a file for
     `kvcover router check` and --router. The exit code is 3 if not every hop saw a leg in time.
     """
-    from kvcover.real_backend.driver.http_hop import capture
     from kvcover.real_backend.driver.trial import ROLES
+    from kvcover.real_backend.router.http_hop import capture
 
     check_output(output)
     given = dict(zip(ROLES, (prefill, decode), strict=True))
@@ -53,7 +53,7 @@ def command(prefill: str | None, decode: str | None, seconds: float, output: str
 
 
 def _hop(option: str, text: str) -> Hop:
-    from kvcover.real_backend.driver.http_hop import Hop
+    from kvcover.real_backend.router.http_hop import Hop
 
     listen, equals, engine = text.partition("=")
     if not equals:

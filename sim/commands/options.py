@@ -159,8 +159,11 @@ def _json_or_text(path: str, value: str) -> Any:
         return value
 
 
+_SIZES = ("tp", "dp", "pods", "instances")
+
+
 def sizes(option: str, text: str | None) -> dict[str, int]:
-    """`tp=4,dp=2`, `tp=4,dp=2,pods=2`, or just `4`."""
+    """`tp=4,dp=2`, `tp=4,dp=2,pods=2`, `tp=4,instances=2`, or just `4`."""
     if text is None:
         return {}
     found: dict[str, int] = {}
@@ -168,8 +171,8 @@ def sizes(option: str, text: str | None) -> dict[str, int]:
         name, equals, value = part.strip().partition("=")
         if not equals:
             name, value = "tp", name
-        if name not in ("tp", "dp", "pods"):
-            raise InputError(option, f"no size {short(name)} in {short(text)}", nearest(name, ("tp", "dp", "pods")))
+        if name not in _SIZES:
+            raise InputError(option, f"no size {short(name)} in {short(text)}", nearest(name, _SIZES))
         if name in found:
             raise InputError(option, f"{name} is given twice in {short(text)}", "write tp=4,dp=2")
         found[name] = whole_number(option, value, text)

@@ -34,6 +34,7 @@ KINDS: dict[str, str] = {
     "aborted": "the client went away",
     "preempted": "decode's scheduler took a request's blocks",
     "forgotten": "the router no longer knows an instance",
+    "redirected": "the router sends a request to another instance than it would have",
     "allocated": "an engine gave a request its blocks",
     "sealed_short": "a prefill rank sealed a transfer with fewer writes than layers",
     "short": "decode used cells that were missing or wrong",

@@ -10,7 +10,7 @@ from typing import Any
 from kvcover.sim.errors import PeerRefusal
 from kvcover.sim.kernel.events import Sent
 from kvcover.sim.kernel.network import Address, Deliver
-from kvcover.sim.moriio.legs import peer_address, pods_of, ports_in_id
+from kvcover.sim.moriio.legs import address_in_id, peer_address, pods_of
 from kvcover.sim.moriio.rank import Tables
 from kvcover.sim.moriio.transfer import Transfer
 from kvcover.sim.releases.maps import MOST_RANKS
@@ -25,7 +25,8 @@ class Announcer:
     """The messages of one scheduler, that of DP rank `dp` of `me`."""
 
     def __init__(self, context: Context, me: Endpoint, dp: int, name: str) -> None:
-        self._context, self._me, self._dp, self._name = context, me, dp, name
+        self._context, self._me, self._name = context, me, name
+        self._dp, self._pod = me.own_dp(dp), me.own_pod(dp)
 
     def blocks(self, transfer: Transfer, params: Params, transfer_id: Any, blocks: Tables) -> None:
         """Send our block ids to prefill's ranks, as many as this release counts."""
@@ -66,13 +67,13 @@ class Announcer:
 
     def _is_ours(self, params: Params) -> bool:
         """Whether it is this DP rank that tells prefill of the request."""
-        ours: bool = self._me.release.call("blocks_ready_gate")(params, self._dp, self._me.pod(self._dp))
+        ours: bool = self._me.release.call("blocks_ready_gate")(params, self._dp, self._pod)
         return ours
 
     def _prefill_ports(self, transfer: Transfer, params: Params, folded: bool) -> list[Address]:
         """Notify addresses of the prefill ranks that this release knows; unfolded ones know nothing of pods."""
         release, setup, peer = self._me.release, self._context.setup, self._context.setup.prefill
-        host, _handshake, notify_port = peer_address(params, release.address, peer, ports_in_id(setup, transfer, peer))
+        host, _handshake, notify_port = peer_address(params, release.address, address_in_id(setup, transfer, peer))
         dp = params.get("remote_dp_rank", 0)
         if not isinstance(dp, int):
             raise PeerRefusal("TypeError", f"remote_dp_rank {dp!r} in port arithmetic")

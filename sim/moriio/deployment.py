@@ -18,8 +18,8 @@ class Deployment:
     def __init__(self, context: Context, refuses: Callable[[], str]) -> None:
         self.context = context
         self._refuses = refuses
-        self.prefills = [PrefillEngine(context, dp, refuses) for dp in range(context.setup.prefill.dp)]
-        self.decodes = [DecodeEngine(context, dp, refuses) for dp in range(context.setup.decode.dp)]
+        self.prefills = [PrefillEngine(context, dp, refuses) for dp in range(context.setup.prefill.all_dp)]
+        self.decodes = [DecodeEngine(context, dp, refuses) for dp in range(context.setup.decode.all_dp)]
 
     @property
     def engines(self) -> list[Engine]:
@@ -39,13 +39,14 @@ class Deployment:
     def bind(self, engine: Engine, rank: Rank) -> None:
         """Bind a rank's two ports; a rank whose handshake port is taken never becomes ready, nor does its engine."""
         me = engine.me
-        dp = engine.dp % me.local_dp if me.release.pod_ports == "in_pod" else engine.dp
+        dp = engine.dp % me.local_dp if me.release.pod_ports == "in_pod" else me.own_dp(engine.dp)
         port = me.release.call("ports")(dp, rank.tp, me.tp)
         host = me.hosts[me.pod(engine.dp)]
         if not self.context.network.bind((host, me.handshake_port + port), rank):
-            # It waits for its listener for ever, and the other DP ranks of the deployment wait for it.
+            # It waits for its listener for ever, and the other DP ranks of its instance wait for it.
             for other in self.prefills if engine in self.prefills else self.decodes:
-                other.started = False
+                if me.instance(other.dp) == me.instance(engine.dp):
+                    other.started = False
         self.context.network.bind((host, me.notify_port + port), rank)
 
     def all_start(self) -> bool:

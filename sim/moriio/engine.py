@@ -9,7 +9,7 @@ from kvcover.sim.errors import PeerRefusal
 from kvcover.sim.kernel.events import Raised, Why
 from kvcover.sim.moriio.announce import Announcer
 from kvcover.sim.moriio.effects import ScheduleFaults
-from kvcover.sim.moriio.legs import Leg, mapped_id_of, ports_in_id, read_leg, transfer_id_of
+from kvcover.sim.moriio.legs import Leg, address_in_id, mapped_id_of, read_leg, transfer_id_of
 from kvcover.sim.moriio.rank import Rank
 from kvcover.sim.moriio.transfer import BlockPool, Transfer
 from kvcover.sim.scenario.context import Context
@@ -30,7 +30,7 @@ class Engine:
         self.context = context
         self.me = me
         self.dp = dp
-        self.name = me.letter + (str(dp) if me.dp > 1 else "")
+        self.name = me.engine_name(dp)
         self.pool = BlockPool(me.shape.num_blocks, fixed)
         self.announce = Announcer(context, me, dp, self.name)
         self.faults = ScheduleFaults(context)
@@ -67,7 +67,7 @@ class Engine:
 
     def read_leg(self, transfer: Transfer, params: Params, peer: Endpoint) -> Leg:
         """A whole leg that names `peer`. Raises PeerRefusal where the scheduler raises."""
-        return read_leg(params, self.me, peer, self._request_id(transfer), ports_in_id(self.context.setup, transfer, peer))
+        return read_leg(params, self.me, peer, self._request_id(transfer), address_in_id(self.context.setup, transfer, peer))
 
     def _request_id(self, transfer: Transfer) -> str:
         return f"{self.me.letter}-{transfer.index}"

@@ -71,15 +71,21 @@ def check_hashable(transfer_id: Any) -> None:
         raise PeerRefusal("TypeError", f"unhashable type: '{type(transfer_id).__name__}'")
 
 
-def ports_in_id(setup: Setup, transfer: Transfer, peer: Endpoint) -> tuple[int, int] | None:
-    """Handshake and notify base port of an instance as the request's id names them; None if ids name none."""
+PeerAddress = tuple[str, int, int]
+"""Host, handshake and notify base port of an instance."""
+
+
+def address_in_id(setup: Setup, transfer: Transfer, peer: Endpoint) -> PeerAddress | None:
+    """The peer's address as the request's id names it; None if ids name none."""
     if not setup.scenario.request_id_addresses:
         return None
-    off = transfer.ports_off["prefill" if peer is setup.prefill else "decode"]
-    return peer.handshake_port + off, peer.notify_port + off
+    side, request = "prefill" if peer is setup.prefill else "decode", transfer.request
+    host = peer.host_of(request.prefill_dp if side == "prefill" else request.decode_dp)
+    off = transfer.ports_off[side]
+    return host, peer.handshake_port + off, peer.notify_port + off
 
 
-def peer_address(params: Mapping[str, Any], policy: str, peer: Endpoint, in_id: tuple[int, int] | None) -> tuple[str, int, int]:
+def peer_address(params: Mapping[str, Any], policy: str, in_id: PeerAddress | None) -> PeerAddress:
     """Host, handshake and notify base port of the peer: named in the params, and, `in_id`, by most routers in the request id."""
     named = [params.get(key) for key in _ADDRESS_KEYS]
     in_params = None not in named and named[0] != ""
@@ -87,7 +93,7 @@ def peer_address(params: Mapping[str, Any], policy: str, peer: Endpoint, in_id: 
         return str(named[0]), as_int(named[1]), as_int(named[2])
     if in_id is None:
         raise PeerRefusal("ValueError", "neither the request id nor the params name the peer's address")
-    return peer.host, *in_id
+    return in_id
 
 
 def pods_of(params: Mapping[str, Any], host: str) -> tuple[str, ...]:
@@ -96,11 +102,11 @@ def pods_of(params: Mapping[str, Any], host: str) -> tuple[str, ...]:
     return tuple(str(h) for h in hosts) if isinstance(hosts, list) else (str(hosts),)
 
 
-def read_leg(params: Mapping[str, Any], me: Endpoint, peer: Endpoint, request_id: str, in_id: tuple[int, int] | None) -> Leg:
+def read_leg(params: Mapping[str, Any], me: Endpoint, peer: Endpoint, request_id: str, in_id: PeerAddress | None) -> Leg:
     """Parse a whole leg as prefill does in WRITE and decode in READ. Raises PeerRefusal where the connector raises."""
     release = me.release
     transfer_id = transfer_id_of(params, release.transfer_id_missing, request_id)
-    host, handshake_port, notify_port = peer_address(params, release.address, peer, in_id)
+    host, handshake_port, notify_port = peer_address(params, release.address, in_id)
     for key in ("remote_block_ids", "remote_engine_id"):
         if key not in params:
             raise PeerRefusal("KeyError", repr(key))

@@ -61,9 +61,9 @@ class Reader:
         self.context = rank.context
         self.me = rank.me
         self.name = rank.name
-        self.agents: dict[AgentKey, Any] = {}
+        self.agents: dict[tuple[int, AgentKey], Any] = {}  # by instance of prefill
         self.dead: tuple[str, int] | None = None
-        self._reads_started = rank.dp  # the round of flexible reads starts at the DP rank
+        self._reads_started = rank.me.own_dp(rank.dp)  # the round of flexible reads starts at the DP rank
         rdma = self.context.setup.scenario.rdma
         self._sq_depth = rdma.sq_depth * rdma.queue_pairs
         self._faulted = self.context.injector.plans("transfer")
@@ -80,8 +80,9 @@ class Reader:
 
     def dial(self, leg: Leg, keys: Iterator[AgentKey]) -> bool:
         """Handshake with these ranks, one after another; False, and `dead` says where, if one does not answer."""
+        instance = self._instance(leg)
         for dp, tp in keys:
-            if (dp, tp) in self.agents:
+            if (instance, (dp, tp)) in self.agents:
                 continue
             dialled = tp if tp is not None else self.targets(leg)[0].tp_rank
             # READ knows one host only, and no pods.
@@ -91,9 +92,12 @@ class Reader:
                 self.dead = (leg.host, port)
                 self.context.log("dial_dead", self.name, fields=Dial(port, dp, dialled))
                 return False
-            self.agents[dp, tp] = rank
+            self.agents[instance, (dp, tp)] = rank
             self.context.log("dialled", self.name, rank.name, fields=Dial(port, dp, dialled))
         return True
+
+    def _instance(self, leg: Leg) -> int:
+        return self.context.setup.prefill.instance_at(leg.host)
 
     def targets(self, leg: Leg) -> list[Target]:
         """The prefill ranks that the release's map gives this rank, with their heads."""
@@ -129,7 +133,7 @@ class Reader:
         sources = []
         for target in targets:
             self._check_states(leg)
-            rank = self.agents.get((dp, target.tp_rank if flexible or len(targets) > 1 else None))
+            rank = self.agents.get((self._instance(leg), (dp, target.tp_rank if flexible or len(targets) > 1 else None)))
             if rank is None:
                 raise PeerRefusal("KeyError", f"no session to prefill DP rank {dp}")
             refused_at, refusal = self._check_heads(rank, leg)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from kvcover.sim.cache.ledger import Codes, Count
@@ -92,6 +93,17 @@ class Transfer:
         self.home: Memory | None = None  # of the decode engine that holds its blocks now
         self._decode = decode
 
+    def chosen(self, side: str) -> int:
+        """The DP rank of a side to which the router sends it."""
+        return self.request.prefill_dp if side == "prefill" else self.request.decode_dp
+
+    def redirect(self, side: str, dp: int) -> None:
+        """The router sends it to another DP rank than it would have."""
+        if side == "prefill":
+            self.request, self.prefill_dp = msgspec.structs.replace(self.request, prefill_dp=dp), dp
+        else:
+            self.request, self.decode_dp = msgspec.structs.replace(self.request, decode_dp=dp), dp
+
     def admit(self, tables: list[Codes], home: Memory) -> None:
         """A decode engine allocated blocks in `home`: from now on it is known which cells each of its TP ranks needs."""
         self.home = home
@@ -146,8 +158,8 @@ def response_of(params: dict[str, Any], me: Endpoint, dp: int, transfer: Transfe
         "do_remote_prefill": True,
         "do_remote_decode": False,
         "remote_block_ids": groups[0] if me.release.answer_blocks == "flat" else groups,
-        "remote_engine_id": f"{me.host}:{me.handshake_port}",
-        "remote_host": me.host,
+        "remote_engine_id": f"{me.host_of(dp)}:{me.handshake_port}",
+        "remote_host": me.host_of(dp),
         "remote_handshake_port": str(me.handshake_port),
         "remote_notify_port": str(me.notify_port),
         "remote_dp_size": me.dp,
@@ -155,5 +167,5 @@ def response_of(params: dict[str, Any], me: Endpoint, dp: int, transfer: Transfe
         "transfer_id": transfer_id,
     }
     if me.release.answer_dp == "rank":
-        answer |= {"remote_dp_rank": dp, "remote_dp_rank_override": True, "remote_dp_size_local": me.dp}
+        answer |= {"remote_dp_rank": me.own_dp(dp), "remote_dp_rank_override": True, "remote_dp_size_local": me.dp}
     return answer

@@ -179,7 +179,7 @@ def changed(record: Record, *keys: str, leg: str = "decode") -> list[Cause]:
 def of_ranks(record: Record, missing: list[str]) -> list[Course]:
     """The requests that some prefill ranks hold data of."""
     prefill = record.setup.prefill
-    of = {dp for dp in range(prefill.dp) for tp in range(prefill.tp) if prefill.rank_name(dp, tp) in missing}
+    of = {dp for dp in range(prefill.all_dp) for tp in range(prefill.tp) if prefill.rank_name(dp, tp) in missing}
     return [course for course in record.courses if course.prefill_dp in of and not course.aborted]
 
 
@@ -220,7 +220,7 @@ def unreleased(record: Record, missing: list[str]) -> list[Cause]:
 
 def unannounced(record: Record, missing: list[str]) -> list[Cause]:
     """Why decode's announcement did not come: nobody made it, it was lost, or it went elsewhere."""
-    decode, mine = record.setup.decode, of_ranks(record, missing)
+    prefill, decode, mine = record.setup.prefill, record.setup.decode, of_ranks(record, missing)
     if faults := aimed(record, "remote_blocks", missing):
         return faults
     numbers = {course.index for course in mine}
@@ -243,8 +243,8 @@ def unannounced(record: Record, missing: list[str]) -> list[Cause]:
         return keys
     for course in mine:
         dp = record.leg("decode", course.index).get("remote_dp_rank", 0)
-        if dp != course.prefill_dp:
-            return routed[:1] or [key_cause("remote_dp_rank", dp, "decode", f"prefill's leg went to {course.prefill_dp}")]
+        if dp != (went := prefill.own_dp(course.prefill_dp)):
+            return routed[:1] or [key_cause("remote_dp_rank", dp, "decode", f"prefill's leg went to {went}")]
     width = misread(record, "decode", mine[0].index, "blocks_ready_width", "blocks_ready_width")
     return list(dict.fromkeys([policy_cause(decode.release, "blocks_ready_width"), *width])) if width else []
 
@@ -254,7 +254,7 @@ def _shut(record: Record, course: Course) -> bool:
     decode, params = record.setup.decode, record.leg("decode", course.index)
     if not course.admitted or course.request.external_zero or not params.get("do_remote_prefill"):
         return False
-    return not decode.release.call("blocks_ready_gate")(params, course.decode_dp, decode.pod(course.decode_dp))
+    return not decode.release.call("blocks_ready_gate")(params, decode.own_dp(course.decode_dp), decode.own_pod(course.decode_dp))
 
 
 def untold_causes(record: Record, sets: Sets, untold: list[str]) -> list[Cause]:

@@ -24,6 +24,7 @@ from kvcover.sim.results.handshakes import bind_failures, dead_dials, refused_ma
 from kvcover.sim.results.keys import misread
 from kvcover.sim.results.record import Record
 from kvcover.sim.results.result import RankCoverage, Sets
+from kvcover.sim.results.slots import uneven_slots
 
 
 def find(record: Record, ranks: list[RankCoverage], sets: Sets) -> list[Found]:
@@ -51,7 +52,7 @@ def find(record: Record, ranks: list[RankCoverage], sets: Sets) -> list[Found]:
         *_wrong_content(record, ranks),
     ]
     findings += _held(record, bool(findings))
-    return findings or [*_never_filled(record, ranks), *_request_failures(record)]
+    return [*(findings or [*_never_filled(record, ranks), *_request_failures(record)]), *uneven_slots(record)]
 
 
 def _unfired(record: Record, fault: Fault) -> Found:

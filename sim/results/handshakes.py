@@ -14,6 +14,7 @@ from kvcover.sim.results.chains import Cause, Found, policy_cause, span
 from kvcover.sim.results.keys import misread
 from kvcover.sim.results.outcome import intended_peers
 from kvcover.sim.results.record import Record
+from kvcover.sim.scenario.endpoint import Endpoint
 
 
 def wrong_dials(record: Record) -> list[Found]:
@@ -27,7 +28,7 @@ def wrong_dials(record: Record) -> list[Found]:
     for event, dial in record.history.having(Dial, "dialled"):
         (_, own_tp), (reached, reached_tp) = peers[event.actor], peers[event.peer]
         intended = set(intended_peers(record.setup, own_tp))
-        meant_dp = reached.dp if dial.dp is None else dial.dp
+        meant_dp = reached.dp if dial.dp is None else _of_all(record, peer, event.request, reached.dp) + dial.dp
         if not intended or (reached.dp == meant_dp and reached_tp in intended):
             continue
         meant = span(peer.rank_name(meant_dp, tp) for tp in sorted(intended))
@@ -50,6 +51,14 @@ def wrong_dials(record: Record) -> list[Found]:
             )
         )
     return sorted(findings, key=lambda finding: finding.text)
+
+
+def _of_all(record: Record, peer: Endpoint, request: int, reached_dp: int) -> int:
+    """The first DP rank of the instance that a request is to meet; nobody can tell for a handshake of many requests."""
+    if request < 0:
+        return peer.instance(reached_dp) * peer.dp
+    to = record.courses[request].request
+    return peer.instance(to.decode_dp if peer is record.setup.decode else to.prefill_dp) * peer.dp
 
 
 def _meant(dial: Dial, intended: Collection[int], others: bool | None) -> bool | None:

@@ -20,6 +20,7 @@ from kvcover.sim.results.outcome import (
 from kvcover.sim.results.races import find_races
 from kvcover.sim.results.record import Record
 from kvcover.sim.results.result import FaultFired, Result, raced, worst
+from kvcover.sim.scenario.endpoint import Endpoint
 
 
 def judge(record: Record, **told: Any) -> Result:
@@ -42,8 +43,8 @@ def judge(record: Record, **told: Any) -> Result:
         model=scenario.model,
         router=setup.router.name,
         seed=scenario.seed,
-        prefill={"tp": setup.prefill.tp, "dp": setup.prefill.dp},
-        decode={"tp": setup.decode.tp, "dp": setup.decode.dp},
+        prefill=_sizes(setup.prefill),
+        decode=_sizes(setup.decode),
         outcome=worst(outcomes) if all(fault.fired for fault in faults) else "vacuous",
         coverage=sum(count.covered for count in go) / cells,
         coverage_end=sum(count.covered for count in end) / cells,
@@ -60,3 +61,8 @@ def judge(record: Record, **told: Any) -> Result:
         scenario=msgspec.to_builtins(scenario),
         **fields,
     )
+
+
+def _sizes(side: Endpoint) -> dict[str, int]:
+    sizes = {"tp": side.tp, "dp": side.dp}
+    return sizes | {"instances": side.side.instances} if side.side.instances > 1 else sizes

@@ -37,7 +37,7 @@ def rank_coverages(record: Record) -> list[RankCoverage]:
     decode = record.setup.decode
     told = {(event.actor, event.request) for event in record.history.events("told")}
     ranks = []
-    for dp in range(decode.dp):
+    for dp in range(decode.all_dp):
         mine = [course for course in record.courses if course.decode_dp == dp]
         # In READ a rank that reads nothing of a request has nothing to be told of it; a recurrent state is always read.
         always = record.mode == "write" or record.geometry.has_states
@@ -116,8 +116,8 @@ def plan_of(record: Record) -> Plan:
     intended = {}
     for tp in range(initiator.tp):
         tps = intended_peers(setup, tp)
-        reached = tuple(peer.rank_name(dp, t) for dp in range(peer.dp) for t in tps)
-        for dp in range(initiator.dp):
+        reached = tuple(peer.rank_name(dp, t) for dp in range(peer.all_dp) for t in tps)
+        for dp in range(initiator.all_dp):
             if tps:
                 intended[initiator.rank_name(dp, tp)] = reached
     users = {c.index: tuple(decode.rank_name(c.decode_dp, tp) for tp in range(decode.tp)) for c in record.courses}

@@ -270,7 +270,8 @@ def _show_remedies(out: Console, told: Remedies) -> None:
 
 
 def _engine(letter: str, size: dict[str, int]) -> str:
-    return f"{letter} TP{size['tp']}" + (f" DP{size['dp']}" if size["dp"] > 1 else "")
+    several = f"{size['instances']} × " if "instances" in size else ""
+    return f"{letter} {several}TP{size['tp']}" + (f" DP{size['dp']}" if size["dp"] > 1 else "")
 
 
 def _names(names: list[str]) -> str:
@@ -298,4 +299,4 @@ def _rank_table(result: Result) -> Table:
 
 
 def _rank_name(result: Result, rank: RankCoverage) -> str:
-    return f"D{rank.dp}.{rank.tp}" if result.decode["dp"] > 1 else f"D{rank.tp}"
+    return f"D{rank.dp}.{rank.tp}" if result.decode["dp"] * result.decode.get("instances", 1) > 1 else f"D{rank.tp}"

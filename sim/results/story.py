@@ -63,6 +63,7 @@ _TOLD = {
     "aborted": "{who}: the client went away",
     "preempted": "{who} took the request's blocks",
     "forgotten": "{who} no longer knows {whom}",
+    "redirected": "{who} no longer knows the first instance of {whom}, and takes the next one",
 }
 
 

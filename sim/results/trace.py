@@ -143,7 +143,7 @@ class _Tracks:
         self._tracks = {Place(0, 0): "legs"}
         self._schedulers: dict[str, str] = {}
         for me in (setup.prefill, setup.decode):
-            for dp in range(me.dp):
+            for dp in range(me.all_dp):
                 pid, name, role = len(self._titles), me.engine_name(dp), "prefill" if me.letter == "P" else "decode"
                 self._titles.append(f"{name} ({role}, vLLM {me.release.name})")
                 self._schedulers[f"{role} scheduler {dp}"] = name  # as its exceptions are reported

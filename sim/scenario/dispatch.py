@@ -82,14 +82,14 @@ def values_of(setup: Setup, request: Request, transfer_id: str) -> dict[str, Any
         "transfer_id": transfer_id,
         "prefill.tp": prefill.tp,
         "prefill.dp": prefill.dp,
-        "prefill.dp_rank": request.prefill_dp,
+        "prefill.dp_rank": prefill.own_dp(request.prefill_dp),
         "prefill.dp_local": prefill.local_dp,
-        "prefill.hosts": list(prefill.hosts),
+        "prefill.hosts": list(prefill.hosts_of(request.prefill_dp)),
         "decode.tp": decode.tp,
         "decode.dp": decode.dp,
-        "decode.dp_rank": request.decode_dp,
+        "decode.dp_rank": decode.own_dp(request.decode_dp),
         "decode.dp_local": decode.local_dp,
-        "decode.hosts": list(decode.hosts),
+        "decode.hosts": list(decode.hosts_of(request.decode_dp)),
     }
 
 

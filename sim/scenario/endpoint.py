@@ -14,11 +14,14 @@ from kvcover.sim.releases.records import ConnectorRelease
 from kvcover.sim.scenario.scenario import Scenario, Side
 
 _MAX_CELLS = 1 << 24  # of one rank and layer
+_MOST_DP = 256
 _MAX_POOL = 1 << 23  # blocks of all DP ranks: a third of a GB
 
 
 class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
-    """One engine with every default filled in.
+    """One side with every default filled in: an engine, or several alike, each of which registers `tp` and `dp`.
+
+    DP ranks are numbered through all instances, and so are `hosts`: those of the first instance's pods, then the next one's.
 
     `groups` are its layers by what they are like and which of the block `tables` they use, `places` each layer's group and
     number in there. `shape` is the cache of one rank and layer of the kind that the model as a whole passes for.
@@ -91,21 +94,47 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
         return None
 
     @property
-    def host(self) -> str:
-        """The first pod's host, which is the instance's address."""
-        return self.hosts[0]
+    def all_dp(self) -> int:
+        """DP ranks of all instances."""
+        return self.dp * self.side.instances
 
     @property
     def local_dp(self) -> int:
         """DP ranks a pod."""
-        return self.dp // len(self.hosts)
+        return self.all_dp // len(self.hosts)
+
+    def instance(self, dp: int) -> int:
+        """The instance that has a DP rank of all."""
+        return dp // self.dp
+
+    def own_dp(self, dp: int) -> int:
+        """Its number within its instance, which is all that vLLM knows."""
+        return dp % self.dp
+
+    def host_of(self, dp: int) -> str:
+        """The address of the instance that has a DP rank: its first pod's host."""
+        return self.hosts_of(dp)[0]
+
+    def hosts_of(self, dp: int) -> tuple[str, ...]:
+        """The hosts of the instance that has a DP rank, one a pod."""
+        first = self.instance(dp) * self.side.pods
+        return self.hosts[first : first + self.side.pods]
+
+    def instance_at(self, host: str) -> int:
+        """The instance at an address; the first one for an address that nobody has."""
+        return self.hosts.index(host) // self.side.pods if host in self.hosts else 0
 
     def pod(self, dp: int) -> int:
+        """The pod of a DP rank, counted through all instances, as `hosts` are."""
         return dp // self.local_dp
+
+    def own_pod(self, dp: int) -> int:
+        """The same within its instance."""
+        return self.pod(dp) % self.side.pods
 
     def engine_name(self, dp: int) -> str:
         """One DP rank of it: `D1`, or `D` if it has only one."""
-        return self.letter + (str(dp) if self.dp > 1 else "")
+        return self.letter + (str(dp) if self.all_dp > 1 else "")
 
     def needed(self, request: Request) -> int:
         """Cells of a request that one rank needs."""
@@ -113,16 +142,17 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
         return sum(g.geometry.layers * g.shape.planes * g.shape.heads * blocks[g.table] for g in self.groups)
 
     def rank_name(self, dp: int, tp: int) -> str:
-        return f"{self.letter}{dp}.{tp}" if self.dp > 1 else f"{self.letter}{tp}"
+        return f"{self.letter}{dp}.{tp}" if self.all_dp > 1 else f"{self.letter}{tp}"
 
     def rank_names(self) -> list[str]:
-        return [self.rank_name(dp, tp) for dp in range(self.dp) for tp in range(self.tp)]
+        return [self.rank_name(dp, tp) for dp in range(self.all_dp) for tp in range(self.tp)]
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
     """One request with every default filled in; blocks are None when the pool chooses.
 
-    `rejected`: its router names a DP rank that decode doesn't have, and decode's front end says no.
+    `prefill_dp` and `decode_dp` are numbered through all instances. `rejected`: its router names a DP rank that decode doesn't
+    have, and decode's front end says no.
     Its prompt is `blocks` blocks at decode and `prefill_size` at prefill.
     """
 
@@ -200,7 +230,11 @@ def endpoint_of(
     host, handshake_port, notify_port = _DEFAULT_ADDRESS[name]
     if side.dp % side.pods:
         raise InputError(f"{name}.pods", f"{side.pods} pods can't share {side.dp} DP ranks", f"use a divisor of {side.dp}")
-    hosts = (side.host or host, *(f"{side.host or host}-pod{pod}" for pod in range(1, side.pods)))
+    names = [side.host or host, *(f"{side.host or host}-instance{number}" for number in range(1, side.instances))]
+    hosts = tuple(f"{each}-pod{pod}" if pod else each for each in names for pod in range(side.pods))
+    if side.instances * side.dp > _MOST_DP:
+        problem = f"{side.instances} instances of {side.dp} DP ranks are more than {_MOST_DP} in all"
+        raise InputError(f"{name}.instances", problem, f"use at most {_MOST_DP // side.dp}, or lower dp")
     handshake_port, notify_port = side.handshake_port or handshake_port, side.notify_port or notify_port
     _check_ports(name, handshake_port, notify_port, side.dp * side.tp)
     try:
@@ -292,7 +326,8 @@ def _pool_size(name: str, side: Side, scenario: Scenario, requests: tuple[Reques
 
     With a workload blocks are used again; without, all requests may be there at once and must fit.
     """
-    need, highest, largest = [0] * side.dp, 0, 0
+    all_dp = side.dp * side.instances
+    need, highest, largest = [0] * all_dp, 0, 0
     for request in requests:
         rows = table_rows(name, tables, request.prompt_tokens, scenario)
         size = sum(count - skipped for skipped, count in rows)
@@ -304,7 +339,7 @@ def _pool_size(name: str, side: Side, scenario: Scenario, requests: tuple[Reques
         raise InputError(f"{name}.num_blocks", f"{size} blocks can't hold a request of {largest}", f"use at least {largest + 1}")
     if highest >= size:
         raise InputError(f"{name}.num_blocks", f"{size} blocks have no block {highest}", f"use at least {highest + 1}")
-    if size * side.dp > _MAX_POOL:
-        problem = f"{size} blocks on each of {side.dp} DP ranks are more than the {_MAX_POOL} in all that fit in memory"
-        raise InputError(f"{name}.num_blocks", problem, f"use at most {_MAX_POOL // side.dp}, lower dp, or use a shorter prompt")
+    if size * all_dp > _MAX_POOL:
+        problem = f"{size} blocks on each of {all_dp} DP ranks are more than the {_MAX_POOL} in all that fit in memory"
+        raise InputError(f"{name}.num_blocks", problem, f"use at most {_MAX_POOL // all_dp}, lower dp, or use a shorter prompt")
     return size

@@ -35,8 +35,10 @@ _OPTIONS: dict[str, Any] = {
     "mode": str,
     "forwards_response": bool,
     "decode_follows": bool,
+    "pins": list,
     "registration_expiry_s": (int, float),
 }
+_PINNED = tuple(f"{mode}_{side}" for mode in MODES for side in LEGS)
 _ADDRESS = ("remote_host", "remote_handshake_port", "remote_notify_port")
 _ANSWERED = ("remote_block_ids", "remote_engine_id", *_ADDRESS)
 
@@ -93,12 +95,15 @@ def parse_legs(text: str, place: str, mode: str | None = None) -> OwnLegs:
         kind = _OPTIONS.get(key)
         if kind is not None and (not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool)):
             raise InputError(f"{place}: {key}", f"{short(value)} is wrong", f"expected {_KINDS[key]}")
+        for leg in value if key == "pins" else ():
+            if leg not in _PINNED:
+                raise InputError(f"{place}: pins", f"there is no leg {short(leg)}", nearest(str(leg), _PINNED))
     return _general(data, place, mode or data.get("mode"))
 
 
 _KINDS = {
     "source": "a text", "mode": "write or read", "forwards_response": "true or false", "decode_follows": "true or false",
-    "registration_expiry_s": "a number of seconds",
+    "pins": 'a list such as ["write_decode"]', "registration_expiry_s": "a number of seconds",
 }  # fmt: skip
 
 
@@ -227,7 +232,7 @@ def _general(data: dict[str, Any], place: str, mode: str | None) -> OwnLegs:
     notes: list[str] = []
     for each in MODES:
         notes += _make_general(each, legs.get((each, "prefill")), legs.get((each, "decode")))
-    options = {key: data[key] for key in _OPTIONS if key in data and key != "mode"}
+    options = {key: tuple(data[key]) if key == "pins" else data[key] for key in _OPTIONS if key in data and key != "mode"}
     return OwnLegs(legs=legs, options=options, notes=tuple(dict.fromkeys(notes)))
 
 

@@ -1,4 +1,4 @@
-"""What routers put into `kv_transfer_params`: recorded from the real programs, or a user's own file.
+"""What routers put into `kv_transfer_params`: recorded from the real programs, read in public sources, or a user's own file.
 
 A value that starts with `$` is filled in at run time: one of `NAMES`, and, on the decode leg in READ, `$response.KEY`, which
 copies KEY from the prefill engine's answer when it is there.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
@@ -24,6 +24,16 @@ NAMES = (
 """What `$` names stand for: the id of the request, and what both sides registered."""
 
 
+class Slot(NamedTuple):
+    """Where a leg goes: an instance, and its DP rank."""
+
+    instance: int
+    dp: int
+
+
+Choice = Literal["all_pairs", "one_counter", "flat"]
+
+
 class Router(msgspec.Struct, frozen=True, kw_only=True):
     """One router release: the legs it sends in each mode; None where a user's file doesn't say.
 
@@ -31,6 +41,7 @@ class Router(msgspec.Struct, frozen=True, kw_only=True):
     `pins`: which legs get the other side's DP rank as `remote_dp_rank` when that side has several.
     `decode_follows`: the decode leg goes to decode's DP rank of prefill's number when prefill has several; where decode
     has fewer, its front end rejects the request.
+    `choice`: which instances a request goes to if there are several, see `choose`.
     `registration_expiry_s`: how long after its last heartbeat an instance is forgotten (None: never).
     """
 
@@ -43,12 +54,36 @@ class Router(msgspec.Struct, frozen=True, kw_only=True):
     pins: tuple[str, ...] = ()
     source: str
     decode_follows: bool = False
+    choice: Choice = "all_pairs"
     registration_expiry_s: float | None = None
+
+    @property
+    def read_elsewhere(self) -> bool:
+        """Whether its legs are what public sources say, and were never recorded."""
+        return self.source.startswith("from public sources")
 
     @property
     def recorded(self) -> bool:
         """Whether its legs are those of a real program."""
         return self.source.endswith("recorded on loopback") or "recorded on loopback:" in self.source
+
+    def choose(self, index: int, prefill: tuple[int, int], decode: tuple[int, int]) -> tuple[Slot, Slot]:
+        """Where request `index` goes; instances and DP ranks of each side.
+
+        `all_pairs` lets every slot of prefill meet every one of decode. `flat` counts the slots of each side, instances first.
+        `one_counter` takes prefill's instance and its DP rank from one number, so that some slots are never hit. In both of
+        these the two sides have the same number, and some pairs never meet. One instance a side is as ever: ranks in turn.
+        """
+        (p_instances, p_dp), (d_instances, d_dp) = prefill, decode
+        if p_instances == d_instances == 1:
+            return Slot(0, index % p_dp), Slot(0, index % d_dp)
+        if self.choice == "one_counter":
+            number = index + 1  # it counts a request before it looks
+            return Slot(number % p_instances, number % p_dp), Slot(number % d_instances, number // d_instances % d_dp)
+        p_slots, d_slots = p_instances * p_dp, d_instances * d_dp
+        p = index % p_slots
+        d = (index if self.choice == "flat" else p + index // p_slots) % d_slots
+        return Slot(p % p_instances, p // p_instances), Slot(d % d_instances, d // d_instances)
 
     def legs(self, mode: str) -> tuple[Template, Template]:
         """Both templates; raises InputError where a user's file has none for the mode."""
@@ -115,23 +150,24 @@ _TOY_025 = Router(
     read_decode=_TO_DECODE | _ANSWERED | _P_SIZES,
     forwards_response=False,
     pins=("write_decode", "read_decode"),
+    choice="one_counter",
     source="moriio_toy_proxy_server.py of vLLM 0.24.0 and 0.25.1, recorded on loopback",
 )
 _TOY_027 = msgspec.structs.replace(
     _TOY_025,
     name="toy-proxy 0.27.0",
+    choice="flat",
     source="moriio_toy_proxy_server.py of vLLM 0.26.0 and 0.27.0, recorded on loopback",
 )
 _TOY_030 = msgspec.structs.replace(
-    _TOY_025,
+    _TOY_027,
     name="toy-proxy 0.30.0",
     decode_follows=True,
     source="moriio_toy_proxy_server.py of vLLM 0.28.0 to 0.30.0, recorded on loopback",
 )
 _TOY_033 = msgspec.structs.replace(
-    _TOY_025,
+    _TOY_030,
     name="toy-proxy 0.33.0",
-    decode_follows=True,
     read_decode=_TOY_025.legs("read")[1] | {"tp_size": "$response.tp_size"},
     source="moriio_toy_proxy_server.py of vLLM 0.31.0 to 0.33.0, recorded on loopback",
 )
@@ -179,8 +215,47 @@ _WIDE_EP = msgspec.structs.replace(
     source="not recorded: the toy proxy's legs and the pod keys that the connector of 0.28+ reads (llm-d-router#1564)",
 )
 
+_RAY_FIRST = Router(
+    name="ray-serve #63951",
+    write_prefill=_TO_PREFILL | _ID | {"remote_dp_size": 1, "remote_tp_size": 1},
+    write_decode=_TO_DECODE | _NO_BLOCKS | _ID | {"remote_dp_size": 1, "remote_tp_size": 1},
+    read_prefill=_TO_PREFILL | _ID | {"remote_dp_size": 1, "remote_tp_size": 1},
+    read_decode=_TO_DECODE,
+    forwards_response=True,
+    source="from public sources: Ray Serve's MoRIIO backend as ray#63951 added it; it sends sizes of 1 whatever there is",
+)
+_RAY_P_SIZES: Template = {"remote_dp_rank": "$prefill.dp_rank", "remote_dp_size": "$prefill.dp", "tp_size": "$prefill.tp"}
+_RAY_D_SIZES: Template = {"remote_dp_rank": "$decode.dp_rank", "remote_dp_size": "$decode.dp", "tp_size": "$decode.tp"}
+_RAY = msgspec.structs.replace(
+    _RAY_FIRST,
+    name="ray-serve later",
+    write_prefill=_TO_PREFILL | _ID | _RAY_D_SIZES,
+    write_decode=_TO_DECODE | _NO_BLOCKS | _ID | _RAY_P_SIZES,
+    read_prefill=_TO_PREFILL | _ID | _RAY_D_SIZES,
+    read_decode=_TO_DECODE | _RAY_P_SIZES,
+    source="from public sources: Ray Serve's MoRIIO backend since it knows sizes; the TP size under the name tp_size",
+)
+_LLM_D_OWN: Template = {
+    "remote_dp_rank": "$prefill.dp_rank",
+    "remote_dp_rank_override": True,
+    "tp_size": "$decode.tp",
+    "remote_dp_size": "$decode.dp",
+    "remote_port": None,
+}
+_LLM_D = Router(
+    name="llm-d-router",
+    write_prefill=_TO_PREFILL | _ID | _LLM_D_OWN,
+    write_decode=_TO_DECODE | {"remote_engine_id": None, "remote_block_ids": []} | _ID | _LLM_D_OWN | {"is_request_leader": True},
+    read_prefill=_TO_PREFILL | {"remote_host": None, "remote_port": None},
+    read_decode={},
+    forwards_response=True,
+    decode_follows=True,
+    source="from public sources: llm-d-router's sidecar, single pod, WRITE with parallel dispatch; one TP and one DP size for both "
+    "sides, here decode's; its addresses are taken for the true ones, which request ids name here",
+)
+
 ROUTERS: dict[str, Router] = {
-    r.name: r for r in (_TOY_025, _TOY_027, _TOY_030, _TOY_033, _VLLM_015, _VLLM_016, _VLLM_017, _WIDE_EP)
+    r.name: r for r in (_TOY_025, _TOY_027, _TOY_030, _TOY_033, _VLLM_015, _VLLM_016, _VLLM_017, _WIDE_EP, _RAY_FIRST, _RAY, _LLM_D)
 }
 TOY_PROXY = "toy-proxy"
 

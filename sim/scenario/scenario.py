@@ -49,6 +49,9 @@ class _Strict(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 class Side(_Strict, frozen=True):
     """One engine: `tp` ranks for each of `dp` data-parallel ranks; `num_blocks` a rank's KV pool.
 
+    `instances` such engines register with the router, each with hosts of its own. DP ranks are numbered through all of them:
+    of two instances with DP 2, `P2` is the first rank of the second.
+
     `pp` pipeline stages on one host would take the same ports, as no release counts them: the engine never starts.
 
     `pods` hosts share the DP ranks evenly. `max_tokens_per_step` splits prompts into chunks (prefill). `lookahead_tokens`
@@ -66,6 +69,7 @@ class Side(_Strict, frozen=True):
     dp: Size = 1
     pp: Annotated[int, Meta(ge=1, le=64)] = 1
     pods: Size = 1
+    instances: Annotated[int, Meta(ge=1, le=16)] = 1
     host: Host | None = None
     handshake_port: Port | None = None
     notify_port: Port | None = None
@@ -101,7 +105,9 @@ class Timing(_Strict, frozen=True):
 
 
 class RequestSpec(_Strict, frozen=True):
-    """One request; what is left out is filled in: ranks in turn, blocks from the pool.
+    """One request; what is left out is filled in: ranks in turn, instances as the router chooses, blocks from the pool.
+
+    `prefill_dp` and `decode_dp` are DP ranks of the instance that it is sent to.
 
     `plain` carries no `kv_transfer_params`. `decode_hit_blocks` of its blocks are in decode's prefix cache;
     with `suffix_only` the connector is handed only the others, as a scheduler that reads what it lacks would.
@@ -118,6 +124,8 @@ class RequestSpec(_Strict, frozen=True):
     generate_ns: Nanoseconds | None = None
     prefill_dp: Annotated[int, Meta(ge=0, le=255)] | None = None
     decode_dp: Annotated[int, Meta(ge=0, le=255)] | None = None
+    prefill_instance: Annotated[int, Meta(ge=0, le=15)] | None = None
+    decode_instance: Annotated[int, Meta(ge=0, le=15)] | None = None
     prefill_blocks: tuple[Block, ...] | None = None
     decode_blocks: tuple[Block, ...] | None = None
 

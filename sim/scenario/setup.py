@@ -139,7 +139,7 @@ def _near_rank(name: str, ranks: list[str]) -> str:
 
 def _check_expect(scenario: Scenario) -> None:
     expected = scenario.expect.by_rank if scenario.expect else None
-    there_are = scenario.decode.dp * scenario.decode.tp
+    there_are = scenario.decode.instances * scenario.decode.dp * scenario.decode.tp
     if expected is not None and len(expected) != there_are:
         raise InputError("expect.by_rank", f"{len(expected)} numbers for {there_are} decode ranks", f"give {there_are}")
 
@@ -149,7 +149,7 @@ def _check_work(geometry: Geometry, requests: tuple[Request, ...], prefill: Endp
     ranks = prefill.tp + decode.tp
     step = prefill.side.max_tokens_per_step
     steps = sum(-(-request.prompt_tokens // step) if step else 1 for request in requests)
-    events = steps * geometry.layers * ranks + prefill.tp * prefill.dp * decode.dp
+    events = steps * geometry.layers * ranks + prefill.tp * prefill.all_dp * decode.all_dp
     if events > _MAX_EVENTS:
         smaller = "max_tokens_per_step gives many steps: raise it, or lower" if steps > len(requests) else "lower"
         raise InputError(
@@ -169,7 +169,7 @@ def _requests(scenario: Scenario, router: Router, tables: dict[str, tuple[Table,
     wanted = scenario.requests
     if wanted is None:
         # One for each DP rank, so that a fault which only some DP ranks see is seen.
-        wanted = max(scenario.prefill.dp, scenario.decode.dp)
+        wanted = max(side.dp * side.instances for side in (scenario.prefill, scenario.decode))
     specs = wanted if isinstance(wanted, tuple) else (RequestSpec(),) * wanted
     if not specs:
         raise InputError("requests", "[] holds no request", "leave it out, or give a number such as 1")
@@ -195,7 +195,10 @@ def _request(
     blocks = blocks_of(tokens, scenario, "decode")
     check_whole_blocks(f"{place}.prompt_tokens" if spec.prompt_tokens else "prompt_tokens", tokens, scenario)
     for name, side in (("prefill", scenario.prefill), ("decode", scenario.decode)):
-        dp = getattr(spec, f"{name}_dp")
+        instance, dp = getattr(spec, f"{name}_instance"), getattr(spec, f"{name}_dp")
+        if instance is not None and instance >= side.instances:
+            hint = f"use 0 to {side.instances - 1} or raise {name}.instances"
+            raise InputError(f"{place}.{name}_instance", f"there is no instance {instance}", hint)
         if dp is not None and dp >= side.dp:
             raise InputError(f"{place}.{name}_dp", f"{dp} is no DP rank", f"use 0 to {side.dp - 1} or raise {name}.dp")
         ids = getattr(spec, f"{name}_blocks")
@@ -209,9 +212,7 @@ def _request(
             raise InputError(f"{place}.{name}_blocks", f"{short(list(ids))} repeats a block", "give each block once")
     if spec.decode_hit_blocks > blocks:
         raise InputError(f"{place}.decode_hit_blocks", f"{spec.decode_hit_blocks} of {blocks} blocks", f"use at most {blocks}")
-    prefill_dp = index % scenario.prefill.dp if spec.prefill_dp is None else spec.prefill_dp
-    follows = router.decode_follows and scenario.prefill.dp > 1 and spec.decode_dp is None
-    decode_dp = prefill_dp if follows else index if spec.decode_dp is None else spec.decode_dp
+    to_prefill, to_decode, rejected = _places(scenario, router, index, spec)
     return Request(
         index=index,
         arrival_ns=arrival_ns if spec.arrival_ns is None else spec.arrival_ns,
@@ -224,9 +225,21 @@ def _request(
         # In READ, and with recurrent states, decode computes the last prompt token itself: of a prompt of one it asks for nothing.
         external_zero=spec.external_zero or (tokens == 1 and (scenario.mode == "read" or any(t.state for t in tables["decode"]))),
         generate_ns=scenario.generate_ns if spec.generate_ns is None else spec.generate_ns,
-        prefill_dp=prefill_dp,
-        decode_dp=decode_dp % scenario.decode.dp,
-        rejected=follows and prefill_dp >= scenario.decode.dp,
+        prefill_dp=to_prefill,
+        decode_dp=to_decode,
+        rejected=rejected,
         prefill_blocks=spec.prefill_blocks,
         decode_blocks=spec.decode_blocks,
     )
+
+
+def _places(scenario: Scenario, router: Router, index: int, spec: RequestSpec) -> tuple[int, int, bool]:
+    """Where a request goes: DP ranks of all instances of prefill and decode, and whether decode rejects it."""
+    prefill, decode = scenario.prefill, scenario.decode
+    p, d = router.choose(index, (prefill.instances, prefill.dp), (decode.instances, decode.dp))
+    own = p.dp if spec.prefill_dp is None else spec.prefill_dp
+    follows = router.decode_follows and prefill.dp > 1 and spec.decode_dp is None
+    theirs = own if follows else d.dp if spec.decode_dp is None else spec.decode_dp
+    to_prefill = (p.instance if spec.prefill_instance is None else spec.prefill_instance) * prefill.dp + own
+    to_decode = (d.instance if spec.decode_instance is None else spec.decode_instance) * decode.dp + theirs % decode.dp
+    return to_prefill, to_decode, follows and own >= decode.dp

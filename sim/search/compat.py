@@ -98,7 +98,7 @@ def _same_run(setup: Setup) -> str:
     router, mode = setup.router, setup.scenario.mode
     values = [values_of(setup, request, "$transfer_id") for request in setup.requests]
     legs = [_come_to(router, mode, each) for each in values]
-    ends = [(request.decode_dp, request.rejected) for request in setup.requests]
+    ends = [(request.prefill_dp, request.decode_dp, request.rejected) for request in setup.requests]
     own = msgspec.json.encode(msgspec.structs.replace(setup.scenario, router="")).decode()
     return json.dumps([own, legs, ends, router.registration_expiry_s])
 

@@ -121,7 +121,7 @@ def _draw_model(rng: Rng, draft: Draft) -> None:
 
 
 def _draw_router(rng: Rng, draft: Draft) -> None:
-    draft["router"] = pick(rng, (TOY_PROXY, *ROUTERS))
+    draft["router"] = pick(rng, (TOY_PROXY, *(name for name, router in ROUTERS.items() if not router.read_elsewhere)))
 
 
 def _draw_prompt(rng: Rng, draft: Draft) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from typing import Any
 
 import pytest
@@ -11,8 +12,9 @@ from kvcover.sim.cli import main
 
 @pytest.fixture
 def kvcover(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
-    def call(*words: str) -> tuple[int, str, str]:
+    def call(*words: str, stdin: str = "") -> tuple[int, str, str]:
         monkeypatch.setattr("sys.argv", ["kvcover", *words])
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(stdin.encode())))
         code = 0
         try:
             main()

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import io
 import json
+import re
+import shlex
 import socket
+import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvcover.sim.cli import main
+from kvcover.sim.scenario.routers import ROUTERS
 
 LEGS = {
     "prefill": {"do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None, "remote_block_ids": None,
@@ -21,22 +24,10 @@ LEGS = {
 SIZES = ("--prefill", "tp=8", "--decode", "tp=8")
 
 
-@pytest.fixture
-def kvcover(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Any:
-    def call(*words: str, stdin: str = "") -> tuple[int, str, str]:
-        monkeypatch.setattr("sys.argv", ["kvcover", *words])
-        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(stdin.encode())))
-        code = 0
-        try:
-            main()
-        except SystemExit as stop:
-            code = int(stop.code or 0)
-        out, err = capsys.readouterr()
-        return code, out, err
-
+@pytest.fixture(autouse=True)
+def legs_in_this_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "legs.json").write_text(json.dumps(LEGS))
     monkeypatch.chdir(tmp_path)
-    return call
 
 
 def test_check_says_what_is_wrong_and_what_works(kvcover: Any) -> None:
@@ -91,12 +82,18 @@ def test_bad_input_is_one_line(kvcover: Any, words: tuple[str, ...], message: st
     assert err.count("\n") == 1
 
 
+def is_source(line: str) -> bool:
+    """Where the legs of a router come from that was not recorded."""
+    name, colon, source = line.partition(": ")
+    return bool(colon) and name in ROUTERS and source == ROUTERS[name].source
+
+
 def test_compat_tells_a_table_that_can_be_opened(kvcover: Any) -> None:
     words = ("compat", "--release", "0.26.0,0.27.0", "--mode", "write", "--prefill", "1,2", "--decode", "1,2")
     code, out, err = kvcover(*words)
     assert (code, err) == (0, "")
     assert "equal TP only" in out
-    assert [line for line in out.splitlines() if len(line) > 80 and not line.startswith("wide-ep")] == []
+    assert [line for line in out.splitlines() if len(line) > 80 and not is_source(line)] == []
     _, out, _ = kvcover(*words, "--json")
     lines = [json.loads(line) for line in out.splitlines()]
     assert {(line["router"], line["release"]): line["works"] for line in lines}["vllm-router 0.1.15", "0.27.0"] == "P1→D1 only"
@@ -201,3 +198,71 @@ def test_a_capture_that_saw_nothing_is_inconclusive(kvcover: Any, tmp_path: Path
     assert (code, out) == (3, "")
     assert err.splitlines()[-1] == "kvcover: inconclusive: no leg for prefill in 0.2 s"
     assert not (tmp_path / "got.json").exists()
+
+
+FAKE = Path(__file__).parents[1] / "real" / "fake_router.py"
+
+
+def fake(how: str) -> tuple[str, ...]:
+    own = shlex.join([sys.executable, str(FAKE), how, "{port}", "{discovery}", "notes"])
+    return ("router", "record", "--command", own, "--seconds", "4")
+
+
+def test_record_writes_a_file_for_other_commands(kvcover: Any) -> None:
+    code, out, err = kvcover(*fake("works")[:-1], "20", "--mode", "write", "-o", "got.json", "--recordings", "got.toml")
+    assert code == 0, err
+    legs = json.loads(out)
+    assert legs == json.loads(Path("got.json").read_text())
+    assert legs["write"]["prefill"]["remote_tp_size"] == "$decode.tp"
+    assert legs["write"]["decode"]["remote_dp_size"] == "$prefill.dp"
+    assert re.search(r"one request after another: 32 requests hit P0 (32, P1 0|0, P1 32), D0 .*; 1 of 4 pairs met, never P0-D", err)
+    kept = tomllib.loads(Path("got.toml").read_text())
+    assert {leg["side"] for leg in kept["leg"]} == {"prefill", "decode"}
+    assert {leg.get("asked", "completions") for leg in kept["leg"]} == {
+        "completions", "chat", "completions, streamed", "chat, streamed"}  # fmt: skip
+    order = kept["choice"][0]["order"]
+    assert len(order) == 32 and len(set(order)) == 1, "it takes whoever registered first"
+    sizes = ("--release", "0.27.0", "--prefill", "tp=4", "--decode", "tp=4", "--model", "layers=1,mla=1")
+    assert kvcover("run", "--router", "got.json", *sizes)[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "message"),
+    [
+        ("dies", 2, "kvcover: python3: it ended with exit code 3; it said 'no such connector: moriio'"),
+        ("unregistered", 3, "kvcover: inconclusive: python3 answered 503 for 4 s"),
+        ("hangs", 3, "kvcover: inconclusive: python3 took a request and did not answer in 4 s"),
+    ],
+)
+def test_a_router_that_can_not_be_recorded(kvcover: Any, how: str, code: int, message: str) -> None:
+    got, out, err = kvcover(*fake(how), "-o", "got.json")
+    assert (got, out) == (code, "")
+    assert re.sub(r"python[0-9.]*", "python3", err.splitlines()[-1]).startswith(message)
+    assert not Path("got.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ((), "ROUTER: give a router's name, or --command, and not both"),
+        (("nginx",), "ROUTER: 'nginx' is no router that can be started; write 'vllm-router 0.1.17'"),
+        (("vllm-router",), "ROUTER: '' is no version of vllm-router"),
+        (("toy-proxy",), "ROUTER: 'toy-proxy': which vLLM's proxy?"),
+        (("toy-proxy 0.1.0",), "ROUTER: no release '0.1.0'"),
+        (("toy-proxy", "--vllm", "no/such"), "--vllm: 'no/such' has no examples/…/moriio_toy_proxy_server.py"),
+        (("vllm-router 0.1.17", "--vllm", "."), "ROUTER: --vllm is for the toy proxy"),
+        (("--command", "x"), "--command: 'x' has no {port} and no {discovery}"),
+        (("vllm-router 0.1.17", "--mode", "push"), "--mode: no mode 'push'"),
+        (("vllm-router 0.1.17", "--release", "0.27"), "--release: no release '0.27'"),
+        (("vllm-router 0.1.17", "--options", "'x"), "--options: can't read"),
+        (("--command", "x", "--options", "y"), "--options: means nothing beside --command"),
+        (("vllm-router 0.1.17", "-o", "no/such/folder"), "-o: can't write"),
+        (("vllm-router 0.1.17", "--recordings", "no/such/folder"), "--recordings: can't write"),
+        (("vllm-router 0.1.14", "--check"), "--check: the package has no vllm-router 0.1.14 to compare with"),
+    ],
+)
+def test_bad_input_to_record_is_one_line(kvcover: Any, words: tuple[str, ...], message: str) -> None:
+    code, out, err = kvcover("router", "record", *words)
+    assert (code, out) == (2, "")
+    assert err.startswith(f"kvcover: {message}")
+    assert err.count("\n") == 1

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kvcover.real_backend.driver.http_hop import Hop, capture
+from kvcover.real_backend.router.http_hop import Hop, capture
 from kvcover.sim.scenario.legs_file import parse_legs
 
 PREFILL = {"do_remote_decode": True, "remote_tp_size": 8, "transfer_id": "tx-1"}

@@ -43,7 +43,10 @@ def test_leg_is_what_the_real_router_sent(leg: dict[str, Any]) -> None:
 
 def test_every_router_was_recorded() -> None:
     recorded = {leg["router"] for leg in LEGS}
-    assert set(ROUTERS) - recorded == {"wide-ep"}, "only this one is put together from what the connector reads"
+    others = {name for name, router in ROUTERS.items() if router.read_elsewhere}
+    assert others == {"ray-serve #63951", "ray-serve later", "llm-d-router"}
+    assert set(ROUTERS) - recorded - others == {"wide-ep"}, "only this one is put together from what the connector reads"
+    assert [name for name, router in ROUTERS.items() if router.recorded] == sorted(recorded)
 
 
 def test_which_routers_send_decode_to_prefills_dp_rank() -> None:
@@ -52,7 +55,28 @@ def test_which_routers_send_decode_to_prefills_dp_rank() -> None:
     for leg in PLAIN:
         if leg["side"] == "decode" and leg["prefill"]["dp"] == 2 and leg["decode"]["dp"] == 1:
             pinned[leg["router"]] = "x-data-parallel-rank" in leg["headers"]
-    assert pinned == {name: router.decode_follows for name, router in ROUTERS.items() if name != "wide-ep"}
+    assert pinned == {name: router.decode_follows for name, router in ROUTERS.items() if router.recorded}
+
+
+@pytest.mark.parametrize(
+    ("router", "release", "outcome"),
+    [
+        ("ray-serve #63951", "0.27.0", "corrupt"),  # a wrong key is worse than none: all ranks write to decode's rank 0
+        ("ray-serve #63951", "0.24.0", "ok"),  # which has no map of ranks
+        ("ray-serve later", "0.26.0", "ok"),  # the one release line that reads tp_size alone
+        ("ray-serve later", "0.27.0", "ok"),
+        ("llm-d-router", "0.33.0", "ok"),
+    ],
+)
+def test_what_public_sources_say_of_others_leads_to(router: str, release: str, outcome: str) -> None:
+    sizes = {"prefill": {"tp": 8}, "decode": {"tp": 8}, "model": "layers=2,mla=64+16"}
+    assert run(build({"release": release, "router": router, **sizes})).outcome == outcome
+
+
+def test_a_leg_without_a_transfer_id_needs_a_release_that_makes_one() -> None:
+    """llm-d's sidecar sends none in READ (vllm#44355); 0.28.0 and newer make one up."""
+    old, new = (run(build({"release": r, "router": "llm-d-router", "mode": "read"})) for r in ("0.27.0", "0.28.0"))
+    assert (old.outcome, new.outcome) == ("crash", "ok")
 
 
 @pytest.mark.parametrize("mode", ["write", "read"])

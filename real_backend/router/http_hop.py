@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from kvcover.real_backend.driver.trial import ROLES, Role
-
-Params = dict[str, Any]
-_MOST_HEAD, _MOST_BODY = 1 << 16, 1 << 26
+from kvcover.real_backend.router.messages import MOST_HEAD, Params, fields_of, read_body, read_head, table_of
 
 
 class Hop(NamedTuple):
@@ -84,56 +81,22 @@ class _Passing:
 
     async def _request(self, reader: asyncio.StreamReader, engine: asyncio.StreamWriter) -> bool:
         """Pass on one request; False when the router has no more."""
-        try:
-            head = await reader.readuntil(b"\r\n\r\n")
-        except asyncio.IncompleteReadError:
+        head = await read_head(reader)
+        if not head:
             return False
         engine.write(head)
-        fields = _fields(head)
-        if "chunked" in fields.get("transfer-encoding", ""):
-            body = await self._chunks(reader, engine)
-        else:
-            size = int(fields.get("content-length", "0"))
-            if size > _MOST_BODY:
-                raise ValueError("a body that is too long")
-            body = await reader.readexactly(size)
-            engine.write(body)
+        body = await read_body(reader, fields_of(head), engine.write)
         await engine.drain()
-        if params := _params(body):
+        params = table_of(body).get("kv_transfer_params")
+        if isinstance(params, dict) and params:
             self._note(self._role, params)
         return True
-
-    async def _chunks(self, reader: asyncio.StreamReader, engine: asyncio.StreamWriter) -> bytes:
-        body = b""
-        while True:
-            line = await reader.readuntil(b"\r\n")
-            size = int(line.split(b";")[0], 16)
-            chunk = await reader.readexactly(size + 2)
-            engine.write(line + chunk)
-            body += chunk[:size]
-            if size == 0:
-                return body
-            if len(body) > _MOST_BODY:
-                raise ValueError("a body that is too long")
 
 
 async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     """Pass on answers as they come, streamed ones too."""
     with contextlib.suppress(OSError):
-        while data := await reader.read(_MOST_HEAD):
+        while data := await reader.read(MOST_HEAD):
             writer.write(data)
             await writer.drain()
     writer.close()
-
-
-def _fields(head: bytes) -> dict[str, str]:
-    lines = head.decode("latin-1").split("\r\n")[1:]
-    return {name.strip().lower(): value.strip().lower() for name, _, value in (line.partition(":") for line in lines)}
-
-
-def _params(body: bytes) -> Params | None:
-    try:
-        params = json.loads(body).get("kv_transfer_params") if body else None
-    except (ValueError, AttributeError):
-        return None
-    return params if isinstance(params, dict) and params else None
