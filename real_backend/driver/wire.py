@@ -14,20 +14,19 @@ from typing import Any
 import msgspec
 
 from kvcover.real_backend.driver.reports import (
-    Admission,
-    Aggregated,
+    Answer,
     Escaped,
-    Forward,
+    Planned,
     Post,
     RankReport,
-    Reconciled,
     SchedulerReport,
     SentNotice,
     StepReport,
+    Updated,
 )  # fmt: skip
 from kvcover.sim.cache.ledger import Count
 
-_KNOWN = (Admission, Aggregated, Count, Escaped, Forward, Post, RankReport, Reconciled, SchedulerReport, SentNotice, StepReport)
+_KNOWN = (Answer, Count, Escaped, Planned, Post, RankReport, SchedulerReport, SentNotice, StepReport, Updated)
 _CLASSES: dict[str, type[Any]] = {each.__name__: each for each in _KNOWN}
 _LONGEST = 256 << 20
 

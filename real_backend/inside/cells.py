@@ -112,12 +112,24 @@ class Cells:
         tags = request * room.a_request + slot * room.tags + np.arange(self.tags, dtype=np.int64) + 1
         return (-tags if self.foreign_dtype else tags).astype(np.int32)
 
-    def fill(self, view: LayerView, layer: int, request: int, blocks: Collection[int], first: int = 0) -> None:
-        """Write one layer of a request's prompt, from its block `first` on, into its `blocks`."""
-        for position, block in enumerate(blocks, first):
+    def rows(self, tokens: range) -> list[tuple[int, slice]]:
+        """Where so many tokens of a prompt lie: blocks of the request, counted from 0, and which of their rows.
+
+        A recurrent state is one block, whatever its length: that after the last of the tokens.
+        """
+        if self.group.geometry.state:
+            return [(tokens.stop - 1, slice(0, 1))]
+        size = self.group.shape.block_size
+        blocks = range(tokens.start // size, -(-tokens.stop // size))
+        return [(each, slice(max(0, tokens.start - each * size), min(size, tokens.stop - each * size))) for each in blocks]
+
+    def fill(self, view: LayerView, layer: int, request: int, table: Sequence[int], tokens: range) -> None:
+        """Write one layer of some tokens of a request's prompt into the blocks of its `table`."""
+        for position, rows in self.rows(tokens):
+            block = table[0 if self.group.geometry.state else position]
             for plane in range(self.group.shape.planes):
                 for slot, head in enumerate(self.heads):
-                    view[plane, block, :, slot, :] = self.identity(request, position, (layer, plane, head))
+                    view[plane, block, rows, slot, :] = self.identity(request, position, (layer, plane, head))[rows]
 
     def foreign(self, layers: Sequence[LayerView], request: int, blocks: Collection[int]) -> int:
         """Count the cells in a request's blocks that hold content of another request."""

@@ -22,7 +22,7 @@ from kvcover.faults import EventFault
 from kvcover.real_backend.driver.book import SharedInjector
 from kvcover.real_backend.driver.processes import HOST, Ports
 from kvcover.real_backend.driver.reports import Post, SentNotice
-from kvcover.real_backend.driver.trial import Role, Trial
+from kvcover.real_backend.driver.trial import BlockTables, Role, Trial
 from kvcover.real_backend.inside.private import Private
 
 NOTICE_KINDS = ("drop-notice", "duplicate-notice", "delay-notice", "reorder-notice", "poison-notice", "misroute-notice",
@@ -55,6 +55,8 @@ class Injection:
         """Address and bytes of each layer's cache."""
         self.owners: dict[int, str] = {}
         """Which rank listens on which port."""
+        self.tables: dict[int, BlockTables] = {}
+        """The blocks that each request has, or had last, by cache group; whoever got its blocks last comes last."""
         faults, book = trial.setup.faults, trial.book
         self._injector = SharedInjector(faults, book) if faults and book else None
         self._local = all(each.host == HOST for each in ports.values())
@@ -150,8 +152,7 @@ class Injection:
                 shape = group.shape
                 unit = shape.unit_at(np.array([(address - start) * shape.units // length]))
                 block = int(unit[0]) // shape.block_units % shape.num_blocks
-                here = (each.index for each in self.trial.setup.requests if getattr(each, f"{self.role}_dp") == self.dp)
-                mine = (index for index in here if block and block in self.trial.tables[index][self.role][group.table])
+                mine = (index for index, tables in reversed(self.tables.items()) if block and block in tables[group.table])
                 return layer, next(mine, -1)
         return -1, -1
 

@@ -27,6 +27,7 @@ LOOPBACK = Path(__file__).parents[1] / "moriio" / "loopback"
 MORIIO_FOLDER = "vllm/distributed/kv_transfer/kv_connector/v1/moriio"
 MORIIO = MORIIO_FOLDER.replace("/", ".")
 _MOST_TOKENS = 1 << 17
+_MOST_SEQUENCES = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,10 +206,13 @@ class ConfigFactory:
             kv_connector_extra_config=_connector_settings(trial, ports),
         )
 
+        cache = config.CacheConfig(block_size=endpoint.shape.block_size)
+        cache.num_gpu_blocks = endpoint.shape.num_blocks  # as is known once vLLM has looked at its memory
+
         def build(dp: int, rank: int) -> Any:
             return config.VllmConfig(
                 model_config=self._model(geometry, math.lcm(16, geometry.kv_heads, endpoint.tp)),
-                cache_config=config.CacheConfig(block_size=endpoint.shape.block_size),
+                cache_config=cache,
                 parallel_config=config.ParallelConfig(
                     tensor_parallel_size=endpoint.tp,
                     data_parallel_size=dp,
@@ -217,7 +221,11 @@ class ConfigFactory:
                     distributed_executor_backend="mp",
                 ),
                 scheduler_config=config.SchedulerConfig(
-                    max_num_batched_tokens=_MOST_TOKENS, max_num_seqs=16, max_model_len=_MOST_TOKENS, is_encoder_decoder=False
+                    max_num_batched_tokens=_MOST_TOKENS,
+                    max_num_seqs=_MOST_SEQUENCES,
+                    max_model_len=_MOST_TOKENS,
+                    is_encoder_decoder=False,
+                    async_scheduling=False,
                 ),
                 device_config=config.DeviceConfig(self._device),
                 kv_transfer_config=transfer,

@@ -16,7 +16,7 @@ import threading
 import time
 import traceback
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -25,8 +25,9 @@ from typing import Any
 import numpy as np
 
 from kvcover.real_backend.driver.processes import Ports
-from kvcover.real_backend.driver.reports import Escaped, Forward, Post, RankReport, StepReport
-from kvcover.real_backend.driver.trial import Role, Trial
+from kvcover.real_backend.driver.reports import Escaped, Post, RankReport, StepReport
+from kvcover.real_backend.driver.trial import BlockTables, Role, Trial
+from kvcover.real_backend.inside.batch import Batch, Chunk
 from kvcover.real_backend.inside.cells import TAG_BYTES, Cells, LayerView, cells_of
 from kvcover.real_backend.inside.injection import Injection
 from kvcover.real_backend.inside.raising import escaped, raised_by
@@ -61,6 +62,9 @@ class Worker:
         self._cells = cells_of(trial, config.role, tp_rank)
         self._injection = Injection(trial, config.role, config.dp_rank, self.name, ports)
         self._watch = _Watch(self.name, self._injection)
+        self._batch = Batch()
+        self._tables = self._injection.tables
+        self._taken: set[int] = set()  # blocks that any request ever had
         self._used: dict[int, list[LayerView]] = defaultdict(list)
         self._used_ns: dict[tuple[int, int], int] = {}  # by request and layer
         self._short: dict[tuple[int, int], int] = {}  # of these what was used with cells missing or wrong
@@ -84,20 +88,26 @@ class Worker:
         state: Any = importlib.import_module("vllm.distributed.kv_transfer.kv_transfer_state")
         state._KV_CONNECTOR_AGENT = self._connector  # what the model runner's mixin works on
 
-    def step(self, scheduler_output: bytes, forward: Forward | None) -> StepReport:
-        """Run one model step; a step without `forward` only moves KV. Never raises: the report says what was raised."""
+    def step(self, scheduler_output: bytes, use: tuple[int, ...], tables: Mapping[int, BlockTables]) -> StepReport:
+        """Run one model step; one that computes nothing only moves KV. Never raises: the report says what was raised.
+
+        `use`: requests whose loaded cells this step is the first to use; `tables`: blocks that requests got since the last.
+        """
         report = StepReport()
         self._steps += 1
-        self._doing = f"step {self._steps}, " + ("no forward" if forward is None else "a forward")
+        self._doing = f"step {self._steps}"
+        self._learn(tables)
         mixin = importlib.import_module("vllm.v1.worker.kv_connector_model_runner_mixin").KVConnectorModelRunnerMixin
         context = importlib.import_module("vllm.forward_context").set_forward_context
         try:
             output = pickle.loads(scheduler_output)
-            if forward is None:
+            chunks = self._batch.take(output)
+            self._doing += ", a forward" if chunks else ", no forward"
+            if not chunks:
                 result = mixin.kv_connector_no_forward(output, self._config.vllm).kv_connector_output
             else:
                 with context(None, self._config.vllm), mixin._get_kv_connector_output(output) as result:
-                    self._forward(forward)
+                    self._forward(chunks, use)
         except Exception as error:  # the engine would die here; the parent decides what follows
             report.raised = raised_by(self.name, error)
             self._doing += f", raised {type(error).__name__}"
@@ -110,11 +120,20 @@ class Worker:
             report.invalid_blocks = set(result.invalid_block_ids or ())
         return report
 
+    def _learn(self, tables: Mapping[int, BlockTables]) -> None:
+        """Take in who got which blocks."""
+        for request, groups in tables.items():
+            self._tables.pop(request, None)
+            self._tables[request] = groups
+            self._taken.update(block for group in groups for block in group)
+
     def grade(self, request: int, at_use: bool) -> Count:
         """Compare a request's cells with what this rank needs: as they were when layers were used, or as they are now."""
         found = Count(0, 0, 0)
         wrong: list[tuple[Place, Held]] = []
         last = self._trial.setup.requests[request].prompt_tokens - 1  # the token that decode computes by itself
+        if request not in self._tables:  # it never had a block, or a planned fault took the rank that knew them
+            return Count(0, 0, self._endpoint.needed(self._trial.setup.requests[request]))
         for cells in self._cells:
             blocks = self._blocks(request, cells)
             first = blocks.count(0)  # what has left the window is not needed
@@ -136,7 +155,7 @@ class Worker:
     def _blocks(self, request: int, cells: Cells) -> tuple[int, ...]:
         """The blocks of a request's prompt in the table of these layers, without those allocated beyond it."""
         prompt = -(-self._trial.setup.requests[request].prompt_tokens // self._endpoint.shape.block_size)
-        return self._trial.tables[request][self._config.role][cells.group.table][:prompt]
+        return self._tables.get(request, ((),) * len(self._endpoint.tables))[cells.group.table][:prompt]
 
     def stray(self) -> int:
         """Count cells that changed although they belong to no request, or hold another request's content."""
@@ -145,14 +164,11 @@ class Worker:
         found = 0
         for cells in self._cells:
             views = [self._views[layer] for layer in cells.group.layers]
-            found += cells.changed(views, self._taken())
-            for index in self._mine():
+            null = () if self._trial.alike else (0,)  # vLLM's null block may hold anything
+            found += cells.changed(views, self._taken.union(null))
+            for index in self._tables:
                 found += cells.foreign(views, index, [block for block in self._blocks(index, cells) if block])
         return found
-
-    def _mine(self) -> list[int]:
-        """The requests that this rank, one of decode's, has."""
-        return [request.index for request in self._trial.setup.requests if request.decode_dp == self._config.dp_rank]
 
     def learn_ports(self, bound: dict[int, str]) -> None:
         """Learn who listens where."""
@@ -161,10 +177,6 @@ class Worker:
     def bound(self) -> tuple[int, ...]:
         """Return the ports that this rank listens on so far."""
         return tuple(port for _, port in self._injection.bound)
-
-    def _taken(self) -> set[int]:
-        null = () if self._trial.alike else (0,)  # vLLM's null block may hold anything
-        return {block for index in self._mine() for block in self._trial.blocks("decode", index)}.union(null)
 
     def report(self) -> RankReport:
         """Return what was seen so far."""
@@ -183,15 +195,15 @@ class Worker:
         """Return exceptions that ended a thread of this process so far."""
         return list(self._watch.thread_errors)
 
-    def _forward(self, forward: Forward) -> None:
+    def _forward(self, chunks: list[Chunk], use: tuple[int, ...]) -> None:
         for index, (name, cells) in enumerate(self._by_layer().items()):
             self._connector.wait_for_layer_load(name)
-            for request in forward.use:
+            for request in use:
                 self._used_ns.setdefault((request, index), time.monotonic_ns())
                 self._used[request].append(self._views[index][:, list(self._blocks(request, cells))])
-            for request, tokens in forward.fill.items():
-                first = tokens - 1 if cells.group.geometry.state else 0
-                cells.fill(self._views[index], index, request, self._blocks(request, cells), first)
+            for chunk in chunks if self._config.role == "prefill" else ():  # decode's own tokens are no delivery
+                request = self._injection.request_of(chunk.request_id)
+                cells.fill(self._views[index], index, request, chunk.tables[cells.group.table], chunk.tokens)
             self._connector.save_kv_layer(name, self._caches[name], None)
             time.sleep(_LAYER_S if index < _SLOW_LAYERS else _LAYER_S / 10)
             self._collective()

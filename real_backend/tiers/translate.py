@@ -11,10 +11,9 @@ import msgspec
 
 from kvcover.faults import Injector
 from kvcover.real_backend.driver.processes import HOST, MOST_RANKS
-from kvcover.real_backend.driver.trial import ROLES, BlockTables, Limits, Role, RouterLegs, Trial
+from kvcover.real_backend.driver.trial import ROLES, Limits, RouterLegs, Trial
 from kvcover.real_backend.inside.cells import TAG_BYTES, numbering_of
 from kvcover.sim.errors import TierError
-from kvcover.sim.moriio.transfer import BlockPool
 from kvcover.sim.scenario.dispatch import Dispatch, values_of
 from kvcover.sim.scenario.endpoint import Request
 from kvcover.sim.scenario.scenario import Scenario
@@ -43,9 +42,8 @@ def to_trial(scenario: Scenario) -> Trial:
     setup = resolve(scenario)
     keys = Injector(setup.faults)
     _check_engines(setup)
-    tables = _tables(setup)
     legs = tuple(_legs(setup, keys, request) for request in setup.requests)
-    trial = Trial(setup, tables, Limits.of(setup), legs, keys)
+    trial = Trial(setup, Limits.of(setup), legs, keys)
     _check_size(trial)
     return trial
 
@@ -91,25 +89,6 @@ def _check_engines(setup: Setup) -> None:
                             "use a head_dim that is a multiple of 4")  # fmt: skip
 
 
-def _tables(setup: Setup) -> tuple[dict[Role, BlockTables], ...]:
-    """The blocks of all requests, which are there at once, on both engines."""
-    tables: tuple[dict[Role, BlockTables], ...] = tuple({} for _ in setup.requests)
-    for role, endpoint in zip(ROLES, (setup.prefill, setup.decode), strict=True):
-        for dp in range(endpoint.dp):
-            mine = [request for request in setup.requests if getattr(request, f"{role}_dp") == dp]
-            fixed = {block for request in mine for block in getattr(request, f"{role}_blocks") or ()}
-            pool = BlockPool(endpoint.shape.num_blocks, fixed)
-            for request in mine:
-                asked = getattr(request, f"{role}_blocks")
-                count = sum(blocks - skipped for skipped, blocks in endpoint.rows(request.prompt_tokens))
-                if not pool.fits(count, asked):
-                    hint = "raise it: the connector tier never queues"
-                    raise TierError(f"{role}.num_blocks", "too few for all requests at once", hint)
-                taken = pool.take_tables(request, endpoint, asked)
-                tables[request.index][role] = tuple(tuple(table.tolist()) for table in taken)
-    return tables
-
-
 def _legs(setup: Setup, keys: Injector, request: Request) -> RouterLegs:
     if request.rejected:
         asked = f"{setup.router.name} sends it to DP rank {request.prefill_dp}, which decode lacks"
@@ -142,9 +121,9 @@ def memory_mb(trial: Trial) -> int:
 def _cache_mb(trial: Trial) -> int:
     """Memory of the cells that requests touch, twice where decode keeps what it used."""
     total = 0
-    blocks = sum(len(trial.blocks("prefill", index)) for index in range(len(trial.tables)))
     for role in ROLES:
         endpoint = trial.endpoint(role)
+        blocks = sum(count for request in trial.setup.requests for _, count in endpoint.rows(request.prompt_tokens))
         groups = [(len(group.layers) * group.geometry.head_dim, group.shape) for group in endpoint.groups]
         values = sum(width * shape.planes * shape.heads for width, shape in groups)
         copies = 2 if role == "decode" and trial.setup.scenario.mode == "read" else 1
