@@ -125,6 +125,8 @@ class EngineLoop(threading.Thread):
     def run(self) -> None:
         """Body of the thread."""
         try:
+            if self.role == "decode" and any(request.decode_hit_blocks for request in self.trial.setup.requests):
+                self._warm()
             while not (self._stopping.is_set() or self.dead or self.stalled):
                 self._step()
                 self._stopping.wait(_IDLE_S)
@@ -152,6 +154,12 @@ class EngineLoop(threading.Thread):
         self.raised += raised
         for each in raised:
             self._log("crashed", actor=each.rank, fields=each.as_event())
+
+    def _warm(self) -> None:
+        """Let earlier requests have left blocks in the prefix cache."""
+        cached = self._ask_scheduler("warm") or {}
+        for rank in self.ranks:
+            rank.ask("warm", cached)
 
     def _step(self) -> None:
         while not self._inbox.empty():

@@ -31,7 +31,13 @@ class Numbering:
     planes: int
     heads: int
     tags: int
-    requests: int
+    prompts: tuple[int, ...]
+    """Tokens of each request's prompt."""
+
+    @property
+    def requests(self) -> int:
+        """How many requests there are."""
+        return len(self.prompts)
 
     @property
     def a_request(self) -> int:
@@ -47,7 +53,8 @@ def numbering_of(trial: Trial) -> Numbering:
     """The numbering of a run's content, the same on all ranks."""
     kinds = trial.setup.geometry.kinds
     planes, heads, tags = (max(getattr(kind, name) for kind in kinds) for name in ("planes", "kv_heads", "head_dim"))
-    return Numbering(trial.longest_prompt, trial.setup.geometry.layers, planes, heads, tags, len(trial.setup.requests))
+    prompts = tuple(request.prompt_tokens for request in trial.setup.requests)
+    return Numbering(trial.longest_prompt, trial.setup.geometry.layers, planes, heads, tags, prompts)
 
 
 def cells_of(trial: Trial, role: Role, tp_rank: int) -> tuple[Cells, ...]:
@@ -70,8 +77,8 @@ def cells_of(trial: Trial, role: Role, tp_rank: int) -> tuple[Cells, ...]:
 class Cells:
     """The cells of one rank in a group of layers that are alike, of which it holds the global `heads`.
 
-    Prompts are whole blocks. A (token, head) takes up `tags` tags of 4 bytes. With `foreign_dtype` no tag that the peer writes
-    is what is needed.
+    What lies behind the end of a prompt in its last block is nobody's concern. A (token, head) takes up `tags` tags of 4 bytes.
+    With `foreign_dtype` no tag that the peer writes is what is needed.
     """
 
     group: Group
@@ -98,7 +105,7 @@ class Cells:
         return cache.reshape(sizes).transpose(order)
 
     def identity(self, request: int, block: int, place: tuple[int, int, int]) -> LayerView:
-        """Return the content of one cell, [block_size, tags]: numbers never used elsewhere in the run, never 0.
+        """Return the content of one cell, [block_size, tags]: numbers never used elsewhere in the run; 0 behind the prompt's end.
 
         `block` counts the request's blocks from 0; `place` is (layer, plane, global head). Raises ValueError if 31 bits
         can't number every value.
@@ -110,6 +117,7 @@ class Cells:
         tokens = np.arange(first, first + self.group.shape.block_size, dtype=np.int64)[:, None]
         slot = ((tokens * room.layers + layer) * room.planes + plane) * room.heads + head
         tags = request * room.a_request + slot * room.tags + np.arange(self.tags, dtype=np.int64) + 1
+        tags[tokens[:, 0] >= room.prompts[request]] = 0
         return (-tags if self.foreign_dtype else tags).astype(np.int32)
 
     def rows(self, tokens: range) -> list[tuple[int, slice]]:
@@ -200,6 +208,7 @@ def by_cell(values: Any) -> Any:
 
 
 def _grade_cell(cell: LayerView, need: LayerView) -> str:
-    if np.array_equal(cell, need):
+    asked = need != 0
+    if np.array_equal(cell[asked], need[asked]):
         return "covered"
-    return "wrong" if cell.any() else "missing"
+    return "wrong" if cell[asked].any() else "missing"

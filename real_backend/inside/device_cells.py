@@ -42,8 +42,10 @@ class DeviceCells(Cells):
         if not blocks:
             return Count(0, 0, 0)
         cells = view[:, list(blocks)]
-        right = (cells == self._needed(view, layer, request, range(len(blocks)))).all(dim=4).all(dim=2)
-        covered, wrong = int(right.sum()), int((by_cell(cells != 0) & ~right).sum())
+        needed = self._needed(view, layer, request, range(len(blocks)))
+        asked = needed != 0
+        right = ((cells == needed) | ~asked).all(dim=4).all(dim=2)
+        covered, wrong = int(right.sum()), int((by_cell((cells != 0) & asked) & ~right).sum())
         return Count(covered, wrong, int(right.numel()) - covered - wrong)
 
     def on_host(self, view: Any, blocks: Collection[int]) -> Any:

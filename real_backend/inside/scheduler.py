@@ -12,7 +12,7 @@ from typing import Any
 
 from kvcover.real_backend.driver.processes import Ports
 from kvcover.real_backend.driver.reports import Answer, Planned, SchedulerReport, StepReport, Updated
-from kvcover.real_backend.driver.trial import Role, Trial
+from kvcover.real_backend.driver.trial import BlockTables, Role, Trial
 from kvcover.real_backend.driver.wire import Wire
 from kvcover.real_backend.inside.injection import Injection
 from kvcover.real_backend.inside.keys import Notes, WatchedLeg, follow_copies
@@ -35,9 +35,13 @@ class SchedulerSide:
         self._step: Any = None
 
     def add(self, index: int, request_id: str, leg: Params, max_tokens: int | None) -> None:
-        """Take a new request; it waits for the next step."""
+        """Take a new request; it waits for the next step. An empty leg is that of a request that the router didn't split."""
         self._legs[request_id] = WatchedLeg(leg, Notes())
-        self._engine.add(index, request_id, self._legs[request_id], max_tokens)
+        self._engine.add(index, request_id, self._legs[request_id] if leg else None, max_tokens)
+
+    def warm(self) -> dict[int, BlockTables]:
+        """Fill the prefix cache as the scenario wants it; return the blocks in it, by the request whose prompt they hold."""
+        return self._engine.warm()
 
     def abort(self, request_id: str) -> dict[str, str]:
         """End a request whose client is gone; return all states."""

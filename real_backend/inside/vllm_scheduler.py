@@ -38,6 +38,8 @@ class EngineScheduler:
             log_stats=True,
         )
         self.vllm.num_lookahead_tokens = endpoint.side.lookahead_tokens  # without a drafter, whose slots they would be
+        if endpoint.side.max_tokens_per_step:
+            self.vllm.max_num_scheduled_tokens = endpoint.side.max_tokens_per_step
         self.connector: Any = self.vllm.connector
         self._hasher = _hasher(vllm, hash_size)
         aggregator = importlib.import_module("vllm.distributed.kv_transfer.kv_connector.utils").KVOutputAggregator
@@ -55,18 +57,39 @@ class EngineScheduler:
         if self._fixed:
             self._order_allocations()
 
-    def add(self, index: int, request_id: str, leg: Params, max_tokens: int | None) -> None:
-        """Hand the scheduler a new request. `max_tokens` None: it goes on until its token is `STOP`."""
+    def add(self, index: int, request_id: str, leg: Params | None, max_tokens: int | None) -> None:
+        """Hand the scheduler a new request; `leg` None is one that no router split. `max_tokens` None: it goes on until `STOP`."""
         self._indices[request_id] = index
         sampling = importlib.import_module("vllm.sampling_params").SamplingParams
-        request: Any = importlib.import_module("vllm.v1.request").Request(
+        extra = None if leg is None else {"kv_transfer_params": leg}
+        params = sampling(max_tokens=max_tokens or _MANY, stop_token_ids=[STOP], extra_args=extra)
+        self.vllm.add_request(self._request(request_id, self._prompt(index), params))
+
+    def warm(self) -> dict[int, BlockTables]:
+        """Put what the scenario wants there into decode's prefix cache, as earlier requests left it. Returns blocks by request."""
+        found: dict[int, BlockTables] = {}
+        manager, size = self.vllm.kv_cache_manager, self._trial.endpoint(self._role).shape.block_size
+        params = importlib.import_module("vllm.sampling_params").SamplingParams(max_tokens=1)
+        for asked in self._trial.setup.requests:
+            if self._role != "decode" or asked.decode_dp != self._dp or not asked.decode_hit_blocks:
+                continue
+            request_id = f"before {asked.index}"
+            self._indices[request_id] = asked.index
+            earlier = self._request(request_id, self._prompt(asked.index)[: asked.decode_hit_blocks * size], params)
+            manager.allocate_slots(earlier, earlier.num_tokens)
+            found[asked.index] = tuple(tuple(group) for group in manager.get_block_ids(request_id))
+            manager.free(earlier)
+        return found
+
+    def _request(self, request_id: str, prompt: list[int], params: Any) -> Any:
+        request = importlib.import_module("vllm.v1.request").Request
+        return request(
             request_id=request_id,
-            prompt_token_ids=self._prompt(index),
-            sampling_params=sampling(max_tokens=max_tokens or _MANY, stop_token_ids=[STOP], extra_args={"kv_transfer_params": leg}),
+            prompt_token_ids=prompt,
+            sampling_params=params,
             pooling_params=None,
             block_hasher=self._hasher,
         )
-        self.vllm.add_request(request)
 
     def abort(self, request_id: str) -> None:
         """The client is gone."""

@@ -204,6 +204,7 @@ class ConfigFactory:
             kv_connector="MoRIIOConnector",
             kv_role="kv_producer" if role == "prefill" else "kv_consumer",
             kv_connector_extra_config=_connector_settings(trial, ports),
+            kv_load_failure_policy=endpoint.side.load_failure,
         )
 
         cache = config.CacheConfig(block_size=endpoint.shape.block_size)

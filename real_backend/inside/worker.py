@@ -127,6 +127,14 @@ class Worker:
             self._tables[request] = groups
             self._taken.update(block for group in groups for block in group)
 
+    def warm(self, cached: Mapping[int, BlockTables]) -> None:
+        """Compute the first blocks of prompts, which are in the prefix cache when the run begins."""
+        for request, tables in cached.items():
+            self._taken.update(block for group in tables for block in group)
+            for index, cells in enumerate(self._by_layer().values()):
+                table = tables[cells.group.table]
+                cells.fill(self._views[index], index, request, table, range(len(table) * cells.group.shape.block_size))
+
     def grade(self, request: int, at_use: bool) -> Count:
         """Compare a request's cells with what this rank needs: as they were when layers were used, or as they are now."""
         found = Count(0, 0, 0)

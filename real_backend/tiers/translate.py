@@ -23,11 +23,13 @@ from kvcover.sim.scenario.setup import Setup, resolve
 _KNOWN: dict[str, tuple[str, ...]] = {
     "": ("schema", "release", "decode_release", "mode", "model", "kv_dtype", "block_size", "prompt_tokens", "generate_ns",
          "router", "seed", "prefill", "decode", "timers", "requests", "faults", "expect", "fabric"),
-    "prefill": ("tp", "dp", "num_blocks", "layout", "order", "block_size", "kv_dtype", "hybrid_kv"),
-    "decode": ("tp", "dp", "num_blocks", "layout", "order", "block_size", "kv_dtype", "hybrid_kv", "lookahead_tokens"),
+    "prefill": ("tp", "dp", "num_blocks", "layout", "order", "block_size", "kv_dtype", "hybrid_kv", "lookahead_tokens",
+                "max_tokens_per_step"),
+    "decode": ("tp", "dp", "num_blocks", "layout", "order", "block_size", "kv_dtype", "hybrid_kv", "lookahead_tokens",
+               "load_failure"),
     "timers": ("transfer_timeout_s", "defer_timeout_s", "recv_abort_timeout_s"),
-    "requests": ("arrival_ns", "prompt_tokens", "generate_ns", "external_zero", "prefill_dp", "decode_dp", "prefill_blocks",
-                 "decode_blocks"),
+    "requests": ("arrival_ns", "plain", "prompt_tokens", "generate_ns", "external_zero", "decode_hit_blocks", "prefill_dp",
+                 "decode_dp", "prefill_blocks", "decode_blocks"),
 }  # fmt: skip
 _HINT = "leave it out, or use --tier model"
 _RANK_MB = 90
@@ -81,9 +83,7 @@ def _check_engines(setup: Setup) -> None:
     for role, endpoint in zip(ROLES, (setup.prefill, setup.decode), strict=True):
         if (ranks := endpoint.tp * endpoint.dp) > MOST_RANKS:
             raise TierError(role, f"{ranks} ranks are more than the connector tier runs", f"use at most {MOST_RANKS}")
-        shape, lookahead = endpoint.shape, endpoint.side.lookahead_tokens
-        if lookahead > shape.block_size or (lookahead and setup.scenario.mode == "write"):
-            raise TierError(f"{role}.lookahead_tokens", f"{lookahead}: the harness has one block of them, in READ", _HINT)
+        shape = endpoint.shape
         if unlike and shape.head_bytes % TAG_BYTES:
             raise TierError(f"{role}.kv_dtype", f"{shape.kv_dtype}: a head of {shape.head_bytes} bytes holds no whole 4-byte tags",
                             "use a head_dim that is a multiple of 4")  # fmt: skip
@@ -93,13 +93,9 @@ def _legs(setup: Setup, keys: Injector, request: Request) -> RouterLegs:
     if request.rejected:
         asked = f"{setup.router.name} sends it to DP rank {request.prefill_dp}, which decode lacks"
         raise TierError(f"requests[{request.index}]", asked, "set its decode_dp: the connector tier has no front end to reject it")
-    tokens = setup.decode.shape.block_size
-    if request.prompt_tokens % tokens:
-        problem = f"{request.prompt_tokens} tokens: no whole blocks of {tokens}"
-        raise TierError(f"requests[{request.index}].prompt_tokens", problem, f"use {request.blocks * tokens}")
     values = values_of(setup, request, f"tx-{request.index:032x}") | {"prefill.hosts": [HOST], "decode.hosts": [HOST]}
     now_ms = request.arrival_ns / 1e6
-    dispatch = Dispatch(setup.router, setup.scenario.mode, values, keys, request.index, now_ms=now_ms)
+    dispatch = Dispatch(setup.router, setup.scenario.mode, values, keys, request.index, request.plain, now_ms)
     return RouterLegs(*dispatch.prefill_leg(), dispatch.decode_leg, dispatch.ports_off())
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -39,6 +40,13 @@ def test_every_tag_of_every_cell_is_of_its_request(model: str, engine: dict[str,
     trial = to_trial(build({**fields, "block_size": 16, "kv_dtype": "fp32"}))
     for dp in range(side.get("dp", 1)):
         made = Injection(trial, role, dp, "any", {})
+        pool = iter(range(1, trial.endpoint(role).shape.num_blocks))
+        for request in trial.setup.requests:
+            if dp == (request.prefill_dp if role == "prefill" else request.decode_dp):
+                rows = trial.endpoint(role).rows(request.prompt_tokens)
+                made.tables[request.index] = tuple(
+                    (0,) * skipped + tuple(itertools.islice(pool, count - skipped)) for skipped, count in rows
+                )
         start = 4096  # of the first layer; the next begins where it ends
         for layer, (group, _) in enumerate(trial.endpoint(role).places):
             cells = cells_of(trial, role, 1)[group]
@@ -46,9 +54,8 @@ def test_every_tag_of_every_cell_is_of_its_request(model: str, engine: dict[str,
             made.layers = [*made.layers, (start, memory.nbytes)]
             view = cells.view(memory)
             owner: dict[int, int] = {}
-            for index, request in enumerate(trial.setup.requests):
-                if dp == (request.prefill_dp if role == "prefill" else request.decode_dp):
-                    owner |= {block: index for block in trial.tables[index][role][cells.group.table] if block}
+            for index, tables in made.tables.items():
+                owner |= {block: index for block in tables[cells.group.table] if block}
             for block in range(view.shape[1]):
                 view[:, block] = owner.get(block, -1) + 1
             found = [made.cell_of(start + TAG_BYTES * place) for place in range(memory.size)]

@@ -369,8 +369,9 @@ def test_cells_on_a_device_are_graded_as_on_the_host(model: str) -> None:
     memory = [flat, flat.copy()]
     views = [host.view(each) for each in memory]
     tensors = [device.view(torch.from_numpy(each)) for each in memory]
-    device.fill(tensors[0], 0, 1, (4, 2))
-    host.fill(views[1], 1, 1, (4, 2))
+    for tokens in (range(3), range(3, 8)):  # two chunks, of which the first ends within a block
+        device.fill(tensors[0], 0, 1, (4, 2), tokens)
+        host.fill(views[1], 1, 1, (4, 2), tokens)
     views[0][0, 4, 1] += 1  # wrong
     views[1][:, 2] = 0  # missing
     views[1][-1, 5, 3, 0, 1] = 7  # stray

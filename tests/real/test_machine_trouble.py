@@ -20,7 +20,7 @@ import pytest
 from kvcover.real_backend.driver.harness import refuse_foreign
 from kvcover.real_backend.driver.lookout import Lookout
 from kvcover.real_backend.driver.processes import Child, reserve_ports
-from kvcover.real_backend.driver.reports import Admission, Escaped, Forward, Post, RankReport, StepReport
+from kvcover.real_backend.driver.reports import Answer, Escaped, Planned, Post, RankReport, StepReport, Updated
 from kvcover.real_backend.driver.spool import Spool
 from kvcover.real_backend.driver.trial import Trial
 from kvcover.real_backend.driver.wire import Wire, decode, encode
@@ -191,8 +191,10 @@ def test_a_late_clock_is_a_busy_machine(monkeypatch: pytest.MonkeyPatch) -> None
 
 VALUES: list[Any] = [
     None, True, -1, 1 << 80, 1.5, "text", b"\x00bytes", [1, [2]], (1, (2,)), {3, 4}, frozenset({"a"}), {}, {1: "one", (2, 3): None},
-    ("step", (7, Forward({0: 4096}, (1,)))), StepReport({"a"}, set(), {"b"}, {9}, Escaped("P0", "call", "KeyError", "x")),
-    RankReport("P0", ((5, {"type": "remote_blocks"}),), (Post(1, "write", "D0", 0, 1),), {"k": ((1, 2),)}), Admission(1, True, 5),
+    ("step", (7, (1,), {0: ((1, 2), (0, 3))})), StepReport({"a"}, set(), {"b"}, {9}, Escaped("P0", "call", "KeyError", "x")),
+    RankReport("P0", ((5, {"type": "remote_blocks"}),), (Post(1, "write", "D0", 0, 1),), {"k": ((1, 2),)}),
+    Planned(7, {"a": 16}, {"a": "RUNNING"}, {"a": ((1, 2),)}, {"a": 31}),
+    Updated(frozenset({"a"}), frozenset(), frozenset({9}), (Answer("a", "length", {"tp_size": 1}),), {}),
 ]  # fmt: skip
 
 
