@@ -45,6 +45,7 @@ class Tracked:
     """When it had its first token."""
     go: bool = False
     failed: bool = False
+    preempted: bool = False
     recomputed: bool = False
     reaped: bool = False
     overran: bool = False
@@ -252,6 +253,9 @@ class EngineLoop(threading.Thread):
                 unread = self.role == "decode" and request.state in ("waiting", "aborting")
                 request.state = "aborting" if unread else "held"
             else:
+                if status == "PREEMPTED" and request.state != "preempted":  # its blocks are gone, it is admitted anew
+                    request.tables, request.go, request.preempted = (), False, True
+                    self._log("preempted", request)
                 request.state = _STATES.get(status, request.state)
 
     def _end(self, request: Tracked, reported: bool) -> None:
@@ -315,8 +319,10 @@ class EngineLoop(threading.Thread):
         for request in requests:
             self._log("go", request)
             request.go = True
-            request.at_go = [rank.ask("grade", request.index, layer_by_layer) for rank in self.ranks]
-            for rank, count in zip(self.ranks, request.at_go, strict=True):
+            found = [rank.ask("grade", request.index, layer_by_layer) for rank in self.ranks]
+            before = request.at_go or found  # of what it used before it was preempted and after the worse is told
+            request.at_go = min(before, found, key=lambda counts: sum(count.covered for count in counts))
+            for rank, count in zip(self.ranks, found, strict=True):
                 if count.covered < count.cells:
                     self._log("short", request, rank.name, Short(count.covered, count.cells))
 
@@ -334,6 +340,8 @@ class EngineLoop(threading.Thread):
 
     def _after_step(self, updated: Updated) -> None:
         """Act on what the scheduler made of the step's outcome."""
+        if self.trial.endpoint(self.role).side.load_failure == "recompute":
+            self._note_recomputed(updated)
         for answer in updated.answers:
             request = self.tracked[answer.request_id]
             self._progress()
@@ -346,3 +354,12 @@ class EngineLoop(threading.Thread):
         for answer in updated.answers:
             if answer.reason and self.role == "prefill":
                 self._on_response(self.tracked[answer.request_id].index, dict(answer.params or {}))
+
+    def _note_recomputed(self, updated: Updated) -> None:
+        """What was not loaded is computed here: whatever was used of it counts for nothing."""
+        for request_id in self._mine:
+            request = self.tracked[request_id]
+            lost = request_id in updated.failed or any(updated.invalid_blocks.intersection(table) for table in request.tables)
+            if lost and request.state in ("waiting", "running") and not request.recomputed:
+                request.recomputed, request.at_go = True, None
+                self._log("recompute", request)
