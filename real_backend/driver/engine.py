@@ -329,9 +329,7 @@ class EngineLoop(threading.Thread):
     def _stops_now(self, request: Tracked) -> bool:
         """Whether the token that this step sampled for a request is its last, though the scheduler would let it go on."""
         if self.role == "prefill":
-            if (stop := self._stops.get(request.index)) is not None:
-                stop()
-            return stop is not None
+            return request.index in self._stops
         generate_ns = self.trial.setup.requests[request.index].generate_ns
         over = request.steps >= _DECODE_STEPS and time.monotonic() - request.first_token >= generate_ns / 1e9
         if over and (abort := self._aborts.get(request.index)) is not None and abort.at == "after":
@@ -348,6 +346,8 @@ class EngineLoop(threading.Thread):
             if not answer.reason:
                 continue
             request.failed |= answer.reason == "error"
+            if self.role == "prefill" and (stop := self._stops.get(request.index)) is not None:
+                stop()
             if self.role == "decode":
                 self._log("request_failed" if request.failed else "ended", request)
         self._settle(updated.states, updated.reported)

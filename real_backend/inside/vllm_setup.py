@@ -207,8 +207,8 @@ class ConfigFactory:
             kv_load_failure_policy=endpoint.side.load_failure,
         )
 
-        cache = config.CacheConfig(block_size=endpoint.shape.block_size)
-        cache.num_gpu_blocks = endpoint.shape.num_blocks  # as is known once vLLM has looked at its memory
+        cache = config.CacheConfig(block_size=endpoint.shape.block_size, enable_prefix_caching=not geometry.has_states)
+        cache.num_gpu_blocks = endpoint.shape.num_blocks  # states are in no prefix cache unless one asks for that
 
         def build(dp: int, rank: int) -> Any:
             return config.VllmConfig(
