@@ -181,9 +181,9 @@ class EngineLoop(threading.Thread):
         for rank, report in zip(self.ranks, reports, strict=True):
             for request_id in sorted((report.finished_sending | report.finished_recving) & self._mine):
                 self._note_report(self.tracked[request_id], rank.name, request_id in report.failed_recving)
-        self._use([each for each in used if not each.go], layer_by_layer=True)
         updated = self._ask_scheduler("update", reports, [each.request_id for each in scheduled if self._stops_now(each)])
         if updated is not None:
+            self._use([each for each in used if not each.go], layer_by_layer=True)
             self._after_step(updated)
 
     def _add(self, index: int, request_id: str, leg: Params) -> None:
