@@ -51,6 +51,8 @@ class Tracked:
     overran: bool = False
     """Its forward took as long as a timer: some rank waited for a peer in vain."""
     at_go: list[Count] | None = None
+    at_free: list[Count] | None = None
+    """What decode's ranks held when its blocks were given back, if others may get them."""
     aborted: bool = False
     reported: list[str] = field(default_factory=list)
     """Ranks that reported the transfer finished, without failure, in order."""
@@ -265,6 +267,15 @@ class EngineLoop(threading.Thread):
         request.state = "ended"
         if request.tables:
             self._log("reaped" if request.reaped else "freed", request)
+            if self.role == "decode" and len(self.trial.setup.requests) > 1:
+                request.at_free = [rank.ask("grade", request.index, False) for rank in self.ranks]
+
+    def used_again(self, request: Tracked) -> bool:
+        """Whether another request got blocks that this one had."""
+        later = (each for each in self.tracked.values() if each is not request and each.since > request.since)
+        return any(
+            set(mine) & set(theirs) - {0} for each in later for mine, theirs in zip(request.tables, each.tables, strict=False)
+        )
 
     def _run_ranks(self, scheduled: Collection[Tracked], arguments: tuple[Any, ...]) -> list[StepReport] | None:
         """Let every rank run the step. None if the engine died, or is stuck for longer than anything can take."""

@@ -205,7 +205,10 @@ def _seen(
 
 def _at_end(evidence: Evidence, request: Request) -> tuple[Count, ...]:
     empty = Count(0, 0, evidence.trial.setup.decode.needed(request))
-    ranks = evidence.ranks["decode", request.decode_dp]
+    ranks, engine = evidence.ranks["decode", request.decode_dp], evidence.engines["decode", request.decode_dp]
+    tracked = _tracked(engine, request.index)
+    if tracked.at_free and engine.used_again(tracked):
+        return tuple(tracked.at_free)
     return tuple(_ask(rank, empty, "grade", request.index, False) for rank in ranks)
 
 

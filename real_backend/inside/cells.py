@@ -139,12 +139,14 @@ class Cells:
                 for slot, head in enumerate(self.heads):
                     view[plane, block, rows, slot, :] = self.identity(request, position, (layer, plane, head))[rows]
 
-    def foreign(self, layers: Sequence[LayerView], request: int, blocks: Collection[int]) -> int:
-        """Count the cells in a request's blocks that hold content of another request."""
+    def foreign(self, layers: Sequence[LayerView], requests: Collection[int], blocks: Collection[int]) -> int:
+        """Count the cells in some blocks that hold content of other requests than these."""
         found = 0
         for view in layers:
             tags = view[:, list(blocks)]
-            others = (tags != 0) & ((tags - 1) // self.numbering.a_request != request)
+            others = tags != 0
+            for request in requests:
+                others = others & ((tags - 1) // self.numbering.a_request != request)
             found += int(by_cell(others).sum())
         return found
 

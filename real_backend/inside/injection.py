@@ -13,7 +13,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -55,8 +55,8 @@ class Injection:
         """Address and bytes of each layer's cache."""
         self.owners: dict[int, str] = {}
         """Which rank listens on which port."""
-        self.tables: dict[int, BlockTables] = {}
-        """The blocks that each request has, or had last, by cache group; whoever got its blocks last comes last."""
+        self.given: list[tuple[int, int, BlockTables]] = []
+        """When which request had which blocks, by cache group, whenever that changed."""
         faults, book = trial.setup.faults, trial.book
         self._injector = SharedInjector(faults, book) if faults and book else None
         self._local = all(each.host == HOST for each in ports.values())
@@ -99,7 +99,7 @@ class Injection:
 
     def batch(self, at_ns: int, kind: str, peer: str, address: int, error: str, *, planned: bool = False, done_ns: int = 0) -> Post:
         """A post by its last byte in this rank's caches, which tells its layer and request."""
-        layer, request = self.cell_of(address)
+        layer, request = self.cell_of(address, at_ns)
         return Post(at_ns, kind, peer, request, layer, error, planned, done_ns)
 
     def peer_of(self, engine_key: str) -> str:
@@ -143,8 +143,13 @@ class Injection:
         index = int(found[1], 16) if found else -1
         return index if index < len(self.trial.setup.requests) else -1
 
-    def cell_of(self, address: int) -> tuple[int, int]:
-        """Layer and request of an address in this rank's cache, -1 where it is nobody's."""
+    def learn(self, tables: Mapping[int, BlockTables]) -> None:
+        """Take in which requests got which blocks."""
+        now = time.monotonic_ns()
+        self.given += [(now, request, groups) for request, groups in tables.items()]
+
+    def cell_of(self, address: int, at_ns: int | None = None) -> tuple[int, int]:
+        """Layer and request of an address in this rank's cache, -1 where it is nobody's: of the last that had it, by then."""
         endpoint = self.trial.endpoint(self.role)
         for layer, (start, length) in enumerate(self.layers):
             if start <= address < start + length:
@@ -152,8 +157,8 @@ class Injection:
                 shape = group.shape
                 unit = shape.unit_at(np.array([(address - start) * shape.units // length]))
                 block = int(unit[0]) // shape.block_units % shape.num_blocks
-                mine = (index for index, tables in reversed(self.tables.items()) if block and block in tables[group.table])
-                return layer, next(mine, -1)
+                past = (row[1:] for row in reversed(self.given) if at_ns is None or row[0] <= at_ns)
+                return layer, next((index for index, tables in past if block and block in tables[group.table]), -1)
         return -1, -1
 
 

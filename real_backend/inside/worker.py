@@ -62,8 +62,8 @@ class Worker:
         self._injection = Injection(trial, config.role, config.dp_rank, self.name, ports)
         self._watch = Watch(self.name, self._injection)
         self._batch = Batch()
-        self._tables = self._injection.tables
-        self._taken: set[int] = set()  # blocks that any request ever had
+        self._tables: dict[int, BlockTables] = {}
+        self._owners: dict[tuple[int, int], frozenset[int]] = {}  # by table and block: all requests that ever had it
         self._used: dict[int, list[LayerView]] = defaultdict(list)
         self._used_ns: dict[tuple[int, int], int] = {}  # by request and layer
         self._short: dict[tuple[int, int], int] = {}  # of these what was used with cells missing or wrong
@@ -121,15 +121,20 @@ class Worker:
 
     def _learn(self, tables: Mapping[int, BlockTables]) -> None:
         """Take in who got which blocks."""
+        self._injection.learn(tables)
+        self._tables |= tables
         for request, groups in tables.items():
-            self._tables.pop(request, None)
-            self._tables[request] = groups
-            self._taken.update(block for group in groups for block in group)
+            self._own(request, groups)
+
+    def _own(self, request: int, groups: BlockTables) -> None:
+        for table, blocks in enumerate(groups):
+            for block in blocks:
+                self._owners[table, block] = self._owners.get((table, block), frozenset()) | {request}
 
     def warm(self, cached: Mapping[int, BlockTables]) -> None:
         """Compute the first blocks of prompts, which are in the prefix cache when the run begins."""
         for request, tables in cached.items():
-            self._taken.update(block for group in tables for block in group)
+            self._own(request, tables)
             for index, cells in enumerate(self._by_layer().values()):
                 table = tables[cells.group.table]
                 cells.fill(self._views[index], index, request, table, range(len(table) * cells.group.shape.block_size))
@@ -165,16 +170,19 @@ class Worker:
         return self._tables.get(request, ((),) * len(self._endpoint.tables))[cells.group.table][:prompt]
 
     def stray(self) -> int:
-        """Count cells that changed although they belong to no request, or hold another request's content."""
+        """Count cells that changed though no request ever had them, or that hold content of one that never did."""
         if self._config.role == "prefill":
             return 0
         found = 0
         for cells in self._cells:
             views = [self._views[layer] for layer in cells.group.layers]
             null = () if self._trial.alike else (0,)  # vLLM's null block may hold anything
-            found += cells.changed(views, self._taken.union(null))
-            for index in self._tables:
-                found += cells.foreign(views, index, [block for block in self._blocks(index, cells) if block])
+            found += cells.changed(views, {block for _, block in self._owners}.union(null))
+            of_each: dict[frozenset[int], list[int]] = defaultdict(list)
+            for (table, block), requests in self._owners.items():
+                if block and table == cells.group.table:
+                    of_each[requests].append(block)
+            found += sum(cells.foreign(views, requests, blocks) for requests, blocks in of_each.items())
         return found
 
     def learn_ports(self, bound: dict[int, str]) -> None:
