@@ -32,7 +32,7 @@ class Numbering:
     heads: int
     tags: int
     prompts: tuple[int, ...]
-    """Tokens of each request's prompt."""
+    """Tokens of each request's prompt that prefill computes."""
 
     @property
     def requests(self) -> int:
@@ -53,7 +53,8 @@ def numbering_of(trial: Trial) -> Numbering:
     """The numbering of a run's content, the same on all ranks."""
     kinds = trial.setup.geometry.kinds
     planes, heads, tags = (max(getattr(kind, name) for kind in kinds) for name in ("planes", "kv_heads", "head_dim"))
-    prompts = tuple(request.prompt_tokens for request in trial.setup.requests)
+    left = trial.setup.geometry.has_states  # with a recurrent state decode computes the last token by itself, and prefill doesn't
+    prompts = tuple(request.prompt_tokens - left for request in trial.setup.requests)
     return Numbering(trial.longest_prompt, trial.setup.geometry.layers, planes, heads, tags, prompts)
 
 

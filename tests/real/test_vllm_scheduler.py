@@ -47,6 +47,6 @@ def seen() -> dict[str, Result]:
 @pytest.mark.parametrize("name", CASES)
 def test_it_runs_as_measured_and_the_model_agrees(seen: dict[str, Result], name: str) -> None:
     _, outcomes, at_go, at_end = CASES[name]
-    real, model = seen[name], run(scenario(name))
+    real, model = seen[name], run(build(scenario(name)))
     assert (real.by_request, real.coverage, real.coverage_end, real.stray) == (outcomes, at_go, at_end, 0)
     assert (model.by_request, model.coverage) == (outcomes, at_go)
