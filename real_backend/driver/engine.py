@@ -217,7 +217,9 @@ class EngineLoop(threading.Thread):
             self._settle(states)
 
     def _ask_scheduler(self, method: str, *arguments: Any) -> Any:
+        self.step_started = time.monotonic()  # a call that takes long is no standstill
         answer = self._scheduler.call(method, *arguments)
+        self.step_started = None
         if isinstance(answer, Escaped):
             self._note_raised([answer])
             return None

@@ -19,6 +19,12 @@ _PROMPT = 1 << 10
 """Prompt tokens are numbers from here on: what was generated is in no prompt."""
 
 
+def import_ahead() -> None:
+    """Import what schedulers and ranks need, in the process that is forked to make them."""
+    for module in ("core.sched.scheduler", "structured_output", "request", "outputs", "worker.kv_connector_model_runner_mixin"):
+        importlib.import_module(f"vllm.v1.{module}")
+
+
 class EngineScheduler:
     """vLLM's scheduler of one DP rank, with the connector that it made for itself."""
 
