@@ -18,7 +18,7 @@ class Escaped:
 
     `misfit` is the harness's own line that failed, if no line of the connector was running: then it can't drive this vLLM.
     `broken` is the error, by itself or as the cause of this one, that says the code or the machine is broken: it is no fault
-    of the protocol. `machine` says what the machine lacked; `foreign`: it came neither from vLLM nor from what imitates it.
+    of the protocol. `machine` says what the machine lacked; `foreign`: it came from elsewhere than vLLM.
     """
 
     rank: str

@@ -45,7 +45,7 @@ def _vllm_call(error: BaseException) -> str:
 
 
 _FOREIGN = (OSError, MemoryError, RuntimeError, SystemError, EOFError)
-"""What sockets, files, threads and torch raise; what imitates vLLM's scheduler raises other kinds."""
+"""What sockets, files, threads and torch raise."""
 
 
 def _is_of_vllm(error: BaseException) -> bool:
