@@ -25,8 +25,11 @@ from kvcover.real_backend.driver.reports import (
     Updated,
 )  # fmt: skip
 from kvcover.sim.cache.ledger import Count
+from kvcover.sim.cache.wrong import WrongCells
+from kvcover.sim.results.record import KeyRead, LegReads
 
-_KNOWN = (Answer, Count, Escaped, Planned, Post, RankReport, SchedulerReport, SentNotice, StepReport, Updated)
+_KNOWN = (Answer, Count, Escaped, KeyRead, LegReads, Planned, Post, RankReport, SchedulerReport, SentNotice, StepReport, Updated,
+          WrongCells)  # fmt: skip
 _CLASSES: dict[str, type[Any]] = {each.__name__: each for each in _KNOWN}
 _LONGEST = 256 << 20
 
@@ -74,8 +77,9 @@ def _to_lists(value: Any) -> Any:
     if isinstance(value, dict):
         return ["d", *(_to_lists(part) for pair in value.items() for part in pair)]
     name = type(value).__name__
-    if is_dataclass(value) and _CLASSES.get(name) is type(value):
-        return ["o", name, *(_to_lists(getattr(value, each.name)) for each in fields(value))]
+    if _CLASSES.get(name) is type(value):
+        parts = fields(value) if is_dataclass(value) else msgspec.structs.fields(value)
+        return ["o", name, *(_to_lists(getattr(value, each.name)) for each in parts)]
     raise TypeError(f"{name} is no plain data")
 
 

@@ -30,7 +30,7 @@ class SchedulerSide:
         self._injection = Injection(trial, config.role, config.dp_rank, self._name, ports)
         self._injection.wrap_sockets()
         refuse_states(trial, config)
-        self._engine = EngineScheduler(trial, config)
+        self._engine = EngineScheduler(trial, config, self.follow)
         self._legs: dict[str, WatchedLeg] = {}
         self._step: Any = None
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from kvcover.real_backend.driver.reports import StepReport
@@ -28,7 +28,9 @@ def import_ahead() -> None:
 class EngineScheduler:
     """vLLM's scheduler of one DP rank, with the connector that it made for itself."""
 
-    def __init__(self, trial: Trial, config: EngineConfig) -> None:
+    def __init__(self, trial: Trial, config: EngineConfig, seen: Callable[[], None]) -> None:
+        """`seen` is called when the connector has been told of a request's blocks, before it makes a step's metadata of that."""
+        self._seen = seen
         self._trial, self._role, self._dp = trial, config.role, config.dp_rank
         endpoint, vllm = trial.endpoint(config.role), config.vllm
         utils: Any = importlib.import_module("vllm.v1.core.kv_cache_utils")
@@ -157,9 +159,10 @@ class EngineScheduler:
             asked = self._trial.setup.requests[self._indices[request.request_id]]
             return (0, False) if self._role == "decode" and asked.external_zero else answer
 
-        def update_state_after_alloc(request: Any, blocks: Any, external: int, *others: Any) -> Any:
+        def update_state_after_alloc(request: Any, blocks: Any, external: int, *others: Any) -> None:
             self.external[request.request_id] = int(external) or self.external.get(request.request_id, 0)
-            return told(request, blocks, external, *others)
+            told(request, blocks, external, *others)
+            self._seen()
 
         self.connector.get_num_new_matched_tokens = get_num_new_matched_tokens
         self.connector.update_state_after_alloc = update_state_after_alloc

@@ -20,7 +20,7 @@ import pytest
 from kvcover.real_backend.driver.harness import refuse_foreign
 from kvcover.real_backend.driver.lookout import Lookout
 from kvcover.real_backend.driver.processes import Child, reserve_ports
-from kvcover.real_backend.driver.reports import Answer, Escaped, Planned, Post, RankReport, StepReport, Updated
+from kvcover.real_backend.driver.reports import Answer, Escaped, Planned, Post, RankReport, SchedulerReport, StepReport, Updated
 from kvcover.real_backend.driver.spool import Spool
 from kvcover.real_backend.driver.trial import Trial
 from kvcover.real_backend.driver.wire import Wire, decode, encode
@@ -28,7 +28,9 @@ from kvcover.real_backend.inside.raising import escaped, raised_by
 from kvcover.real_backend.machine import room
 from kvcover.real_backend.tiers.connector import _run_steadily
 from kvcover.real_backend.tiers.translate import to_trial
+from kvcover.sim.cache.wrong import WrongCells
 from kvcover.sim.errors import MachineError, TierError, TooBusy
+from kvcover.sim.results.record import KeyRead, LegReads
 from kvcover.sim.scenario.scenario import build
 
 SMALL = {"release": "0.33.0", "model": "layers=2,mla=64+16", "prefill": {"tp": 2}, "decode": {"tp": 2}}
@@ -192,7 +194,9 @@ def test_a_late_clock_is_a_busy_machine(monkeypatch: pytest.MonkeyPatch) -> None
 VALUES: list[Any] = [
     None, True, -1, 1 << 80, 1.5, "text", b"\x00bytes", [1, [2]], (1, (2,)), {3, 4}, frozenset({"a"}), {}, {1: "one", (2, 3): None},
     ("step", (7, (1,), {0: ((1, 2), (0, 3))})), StepReport({"a"}, set(), {"b"}, {9}, Escaped("P0", "call", "KeyError", "x")),
-    RankReport("P0", ((5, {"type": "remote_blocks"}),), (Post(1, "write", "D0", 0, 1),), {"k": ((1, 2),)}),
+    RankReport("P0", ((5, {"type": "remote_blocks"}),), (Post(1, "write", "D0", 0, 1),), {"k": ((1, 2),)},
+               wrong=(WrongCells("D0", 0, {"partial": 1}, ["D0 layer 0"]),)),
+    SchedulerReport("P", {0: LegReads((KeyRead("tp_size", "a.py", 3, "f", "x", "get", True),), ("a.py:4",))}),
     Planned(7, {"a": 16}, {"a": "RUNNING"}, {"a": ((1, 2),)}, {"a": 31}),
     Updated(frozenset({"a"}), frozenset(), frozenset({9}), (Answer("a", "length", {"tp_size": 1}),), {}),
 ]  # fmt: skip
