@@ -12,8 +12,8 @@ from typing import Any
 
 from kvcover.real_backend.driver.journal import Journal
 from kvcover.real_backend.driver.processes import Child, ProcessDied
-from kvcover.real_backend.driver.reports import Escaped, Forward, StepReport
-from kvcover.real_backend.driver.trial import EngineKey, Trial
+from kvcover.real_backend.driver.reports import Escaped, Planned, StepReport, Updated
+from kvcover.real_backend.driver.trial import BlockTables, EngineKey, Trial
 from kvcover.sim.cache.ledger import Count
 from kvcover.sim.kernel.events import Fields, Short
 from kvcover.sim.scenario.dispatch import Params
@@ -22,6 +22,8 @@ _IDLE_S = 0.004
 _LAST_WORDS_S = 0.5
 _LOOK_S = 2.0
 _DECODE_STEPS = 3
+_STATES = {"WAITING_FOR_REMOTE_KVS": "waiting", "RUNNING": "running", "PREEMPTED": "preempted"}
+"""Of vLLM's statuses those that say more than that a request is there."""
 
 
 @dataclass(slots=True)
@@ -30,21 +32,27 @@ class Tracked:
 
     index: int
     request_id: str
-    state: str = "new"  # then waiting or running, then held or aborting (its blocks stay), or ended; or lost with its engine
-    prompt_tokens: int = 0
-    """Those that this engine computes, or loads."""
+    state: str = "new"
+    """Then waiting or running, or preempted, then held or aborting (its blocks stay), or ended; or lost with its engine."""
+    tables: BlockTables = ()
+    """Its blocks by cache group, when it had any last."""
+    external: int = 0
+    """Tokens that the connector was told to bring."""
     steps: int = 0
     since: float = 0.0
-    """When it was admitted."""
+    """When it had blocks first."""
     first_token: float = 0.0
     """When it had its first token."""
     go: bool = False
     failed: bool = False
+    preempted: bool = False
     recomputed: bool = False
     reaped: bool = False
     overran: bool = False
     """Its forward took as long as a timer: some rank waited for a peer in vain."""
     at_go: list[Count] | None = None
+    at_free: list[Count] | None = None
+    """What decode's ranks held when its blocks were given back, if others may get them."""
     aborted: bool = False
     reported: list[str] = field(default_factory=list)
     """Ranks that reported the transfer finished, without failure, in order."""
@@ -92,6 +100,8 @@ class EngineLoop(threading.Thread):
         self._aborts = dict(aborts)
         self._stops = dict(stops)
         self._journal = journal
+        self._mine: set[str] = set()
+        """Requests that this engine took, and no life of it before."""
         self._inbox: queue.SimpleQueue[tuple[int, str, Params]] = queue.SimpleQueue()
         self._stopping = threading.Event()
 
@@ -118,6 +128,8 @@ class EngineLoop(threading.Thread):
     def run(self) -> None:
         """Body of the thread."""
         try:
+            if self.role == "decode" and any(request.decode_hit_blocks for request in self.trial.setup.requests):
+                self._warm()
             while not (self._stopping.is_set() or self.dead or self.stalled):
                 self._step()
                 self._stopping.wait(_IDLE_S)
@@ -146,84 +158,132 @@ class EngineLoop(threading.Thread):
         for each in raised:
             self._log("crashed", actor=each.rank, fields=each.as_event())
 
-    def _end(self, request: Tracked, kind: str = "freed") -> None:
-        """The engine needs nothing more of the request; its blocks are free."""
-        request.state = "ended"
-        self._log(kind, request)
+    def _warm(self) -> None:
+        """Let earlier requests have left blocks in the prefix cache."""
+        cached = self._ask_scheduler("warm") or {}
+        for rank in self.ranks:
+            rank.ask("warm", cached)
 
     def _step(self) -> None:
-        scheduled = {t.request_id: 1 for t in self.tracked.values() if t.state == "running"}
-        fill: dict[int, int] = {}
-        use: list[int] = []
         while not self._inbox.empty():
-            request = self._admit(*self._inbox.get())
-            if request is None:
-                return
-            if request.state == "running":
-                scheduled[request.request_id] = request.prompt_tokens
-                if self.role == "prefill":
-                    fill[request.index] = request.prompt_tokens
-                elif not request.recomputed:  # what decode computes itself is no delivery: its cells are left alone
-                    use.append(request.index)
-        if not self._abort_waiting():
+            self._add(*self._inbox.get())
+        self._abort_waiting()
+        planned = None if self.dead else self._ask_scheduler("schedule")
+        if planned is None:
             return
-        output = self._ask_scheduler("schedule", scheduled)
-        if output is None:
+        tables = self._follow(planned)
+        scheduled = [self.tracked[request_id] for request_id in planned.scheduled]
+        used = [each for each in scheduled if each.external and not each.go and not each.recomputed]
+        if self.trial.setup.scenario.mode == "write":
+            self._use(used, layer_by_layer=False)
+        arguments = (planned.output, tuple(each.index for each in used if not each.go), tables)
+        reports = self._run_ranks(scheduled, arguments)
+        if reports is None:
             return
-        forward = Forward(fill, tuple(use)) if scheduled else None
-        reports = self._run_ranks(scheduled, output, forward)
-        if reports is not None:
-            self._after_step(scheduled, use, reports)
+        for rank, report in zip(self.ranks, reports, strict=True):
+            for request_id in sorted((report.finished_sending | report.finished_recving) & self._mine):
+                self._note_report(self.tracked[request_id], rank.name, request_id in report.failed_recving)
+        updated = self._ask_scheduler("update", reports, [each.request_id for each in scheduled if self._stops_now(each)])
+        if updated is not None:
+            self._use([each for each in used if not each.go], layer_by_layer=True)
+            self._after_step(updated)
 
-    def _admit(self, index: int, request_id: str, leg: Params) -> Tracked | None:
-        asked = self.trial.setup.requests[index]
-        blocks = self.trial.tables[index][self.role]
+    def _add(self, index: int, request_id: str, leg: Params) -> None:
+        """Hand a new leg to the scheduler."""
         request = self.tracked[request_id] = Tracked(index, request_id)
+        self._mine.add(request_id)
         self._progress()
+        generates = self.trial.setup.requests[index].generate_ns or index in self._aborts
+        tokens = 1 if self.role == "prefill" else None if generates else _DECODE_STEPS
+        self._ask_scheduler("add", index, request_id, leg, tokens)
         abort = self._aborts.get(index)
         if abort is not None and abort.at == "before":
-            self._ask_scheduler("abort_before", request_id, leg, asked.prompt_tokens)
-            abort.note()
-            request.state, request.aborted = "ended", True
-            self._log("aborted", request)
-            return None if self.dead else request
-        external_zero = self.role == "decode" and asked.external_zero
-        admission = self._ask_scheduler("admit", request_id, leg, blocks, asked.prompt_tokens, external_zero)
-        if admission is None:
-            return None
-        request.state = "waiting" if admission.wait else "running"
-        request.since = time.monotonic()
-        request.prompt_tokens = admission.prompt_tokens
-        request.recomputed = self.role == "decode" and admission.external_tokens == 0
-        self._log("allocated", request)
-        if request.recomputed:
-            self._log("recompute", request)
-        return request
+            self._abort(request, abort)
 
-    def _abort_waiting(self) -> bool:
-        """Let clients go whose requests wait; False if that ended the engine."""
-        for request in self.tracked.values():
+    def _abort_waiting(self) -> None:
+        """Let clients go whose requests wait."""
+        for request in list(self.tracked.values()):
             abort = self._aborts.get(request.index)
-            if abort and abort.at == "waiting" and request.state == "waiting" and time.monotonic() - request.since >= abort.after_s:
-                abort.note()
-                request.state = "aborting"  # its blocks are free when the ranks have reported, not before
-                request.aborted = True
-                self._log("aborted", request)
-                self._ask_scheduler("finish", request.request_id, "FINISHED_ABORTED")
-        return not self.dead
+            due = abort and abort.at == "waiting" and request.state == "waiting"
+            if abort and due and time.monotonic() - request.since >= abort.after_s:
+                self._abort(request, abort)
+
+    def _abort(self, request: Tracked, abort: Abort) -> None:
+        abort.note()
+        request.aborted = True
+        self._log("aborted", request)
+        states = self._ask_scheduler("abort", request.request_id)
+        if states is not None:
+            self._settle(states)
 
     def _ask_scheduler(self, method: str, *arguments: Any) -> Any:
+        self.step_started = time.monotonic()  # a call that takes long is no standstill
         answer = self._scheduler.call(method, *arguments)
+        self.step_started = None
         if isinstance(answer, Escaped):
             self._note_raised([answer])
             return None
         return answer
 
-    def _run_ranks(self, scheduled: Collection[str], output: bytes, forward: Forward | None) -> list[StepReport] | None:
+    def _follow(self, planned: Planned) -> dict[int, BlockTables]:
+        """Take in what the scheduler decided; return the blocks that requests got since the last step, by request."""
+        got: dict[int, BlockTables] = {}
+        for request_id, tables in planned.tables.items():
+            request = self.tracked[request_id]
+            if tables != request.tables:
+                got[request.index] = tables
+            first = not request.tables
+            request.tables, request.external = tables, planned.external.get(request_id, 0)
+            if first:
+                request.since = time.monotonic()
+                self._log("allocated", request)
+                if self.role == "decode" and not request.external:
+                    request.recomputed = True
+                    self._log("recompute", request)
+        self._settle(planned.states)
+        if planned.scheduled:
+            self._progress()
+        return got
+
+    def _settle(self, states: Mapping[str, str], reported: Collection[str] = ()) -> None:
+        """Give each request the state in which the scheduler has it. `reported`: those of which all ranks reported the end."""
+        for request_id in self._mine:
+            request, status = self.tracked[request_id], states.get(request_id)
+            if request.state == "ended":
+                continue
+            if status is None:
+                self._end(request, request_id in reported)
+            elif status.startswith("FINISHED"):
+                unread = self.role == "decode" and request.state in ("waiting", "aborting")
+                request.state = "aborting" if unread else "held"
+            else:
+                if status == "PREEMPTED" and request.state != "preempted":  # its blocks are gone, it is admitted anew
+                    request.tables, request.go, request.preempted = (), False, True
+                    self._log("preempted", request)
+                request.state = _STATES.get(status, request.state)
+
+    def _end(self, request: Tracked, reported: bool) -> None:
+        """The engine needs nothing more of the request; its blocks are free."""
+        unreported = self.role == "decode" or len(request.reported) < len(self.ranks)  # decode reports what it received
+        request.reaped = request.state == "held" and not reported and unreported
+        request.state = "ended"
+        if request.tables:
+            self._log("reaped" if request.reaped else "freed", request)
+            if self.role == "decode" and len(self.trial.setup.requests) > 1:
+                request.at_free = [rank.ask("grade", request.index, False) for rank in self.ranks]
+
+    def used_again(self, request: Tracked) -> bool:
+        """Whether another request got blocks that this one had."""
+        later = (each for each in self.tracked.values() if each is not request and each.since > request.since)
+        return any(
+            set(mine) & set(theirs) - {0} for each in later for mine, theirs in zip(request.tables, each.tables, strict=False)
+        )
+
+    def _run_ranks(self, scheduled: Collection[Tracked], arguments: tuple[Any, ...]) -> list[StepReport] | None:
         """Let every rank run the step. None if the engine died, or is stuck for longer than anything can take."""
         self.step_started = time.monotonic()
         for rank in self.ranks:
-            rank.begin("step", output, forward)
+            rank.begin("step", *arguments)
         reports: dict[str, StepReport] = {}
         deadline = self.step_started + self.step_limit_s
         while len(reports) < len(self.ranks):
@@ -242,8 +302,8 @@ class EngineLoop(threading.Thread):
                 if report.raised:
                     deadline = min(deadline, time.monotonic() + _LAST_WORDS_S)
         if time.monotonic() - self.step_started > self.trial.limits.transfer_s:
-            for request_id in scheduled:
-                self.tracked[request_id].overran = True
+            for request in scheduled:
+                request.overran = True
         self.step_started = None
         raised = [report.raised for report in reports.values() if report.raised]
         if raised:
@@ -252,49 +312,14 @@ class EngineLoop(threading.Thread):
         if len(reports) < len(self.ranks):
             self.stalled += [rank.name for rank in self.ranks if rank.name not in reports]
             return None
+        for request in scheduled:
+            request.steps += 1
+            request.first_token = request.first_token or time.monotonic()
         return [reports[rank.name] for rank in self.ranks]
-
-    def _after_step(self, scheduled: dict[str, int], used: list[int], reports: list[StepReport]) -> None:
-        aggregated = self._aggregate(reports)
-        if aggregated is None:
-            return
-        sent, received, failed = aggregated
-        for request_id in scheduled:
-            self._finish_if_over(self.tracked[request_id], used)
-        for request_id in received & set(self.tracked):
-            self._arrived(self.tracked[request_id], request_id in failed)
-        answer = self._ask_scheduler("reconcile", sent, received)
-        if answer is None:
-            return
-        for request_id in answer.received & set(self.tracked):
-            if self.tracked[request_id].state == "running":
-                self._ask_scheduler("resume", request_id)
-            elif self.tracked[request_id].state == "aborting":
-                self._end(self.tracked[request_id])
-        for request_id in answer.sent:
-            request = self.tracked[request_id]
-            unreported = self.role == "decode" or len(request.reported) < len(self.ranks)  # decode reports what it received
-            request.reaped = request_id not in sent and unreported
-            self._end(request, "reaped" if request.reaped else "freed")
-
-    def _aggregate(self, reports: list[StepReport]) -> tuple[set[str], set[str], set[str]] | None:
-        """Note who reported what, then let vLLM's aggregator say which requests are finished for the engine."""
-        for rank, report in zip(self.ranks, reports, strict=True):
-            finished = report.finished_sending | report.finished_recving
-            for request_id in sorted(finished & set(self.tracked)):
-                self._note_report(self.tracked[request_id], rank.name, request_id in report.failed_recving)
-            if finished or report.invalid_blocks:
-                self._progress()
-        result = self._ask_scheduler("aggregate", reports)
-        if result is None:
-            return None
-        for request in self.tracked.values():
-            blocks = set(self.trial.blocks("decode", request.index))
-            request.failed |= self.role == "decode" and not blocks.isdisjoint(result.invalid_blocks)
-        return set(result.sent), set(result.received), set(result.failed)
 
     def _note_report(self, request: Tracked, rank: str, failed: bool) -> None:
         """A rank reported the transfer finished. In READ that says little: who read what is told by its batches."""
+        self._progress()
         if not failed:
             request.reported.append(rank)
         if self.role == "prefill":
@@ -302,56 +327,52 @@ class EngineLoop(threading.Thread):
         elif self.trial.setup.scenario.mode == "write":
             self._log("told_failed" if failed else "told", request, rank)
 
-    def _use(self, request: Tracked, *, layer_by_layer: bool) -> None:
-        """Decode uses the request's cells: note what each rank held."""
-        self._log("go", request)
-        request.go = True
-        request.at_go = [rank.ask("grade", request.index, layer_by_layer) for rank in self.ranks]
-        for rank, count in zip(self.ranks, request.at_go, strict=True):
-            if count.covered < count.cells:
-                self._log("short", request, rank.name, Short(count.covered, count.cells))
+    def _use(self, requests: Collection[Tracked], *, layer_by_layer: bool) -> None:
+        """Decode uses the requests' cells: note what each rank held."""
+        for request in requests:
+            self._log("go", request)
+            request.go = True
+            found = [rank.ask("grade", request.index, layer_by_layer) for rank in self.ranks]
+            before = request.at_go or found  # of what it used before it was preempted and after the worse is told
+            request.at_go = min(before, found, key=lambda counts: sum(count.covered for count in counts))
+            for rank, count in zip(self.ranks, found, strict=True):
+                if count.covered < count.cells:
+                    self._log("short", request, rank.name, Short(count.covered, count.cells))
 
-    def _finish_if_over(self, request: Tracked, used: list[int]) -> None:
-        """End a prefill leg after its one token, and a decode leg a few steps after the one that used its cells."""
-        if self.role == "decode":
-            if request.index in used:
-                self._use(request, layer_by_layer=True)
-            if not request.steps:
-                request.first_token = time.monotonic()
-            request.steps += 1
-            generate_ns = self.trial.setup.requests[request.index].generate_ns
-            generating = time.monotonic() - request.first_token < generate_ns / 1e9
-            if request.steps < _DECODE_STEPS or generating:
-                return
-            if (abort := self._aborts.get(request.index)) is not None and abort.at == "after":
-                abort.note()
-        if (stop := self._stops.get(request.index)) is not None:
-            stop()
-        status = "FINISHED_LENGTH_CAPPED" if stop is None else "FINISHED_STOPPED"
-        answer = self._ask_scheduler("finish", request.request_id, status)
-        if answer is None:
-            return
-        keep, response = answer
-        if self.role == "decode":
-            self._log("ended" if not request.failed else "request_failed", request)
-        if keep:
-            request.state = "held"
-        else:
-            self._end(request)
-        self._progress()
+    def _stops_now(self, request: Tracked) -> bool:
+        """Whether the token that this step sampled for a request is its last, though the scheduler would let it go on."""
         if self.role == "prefill":
-            self._on_response(request.index, response or {})
+            return request.index in self._stops
+        generate_ns = self.trial.setup.requests[request.index].generate_ns
+        over = request.steps >= _DECODE_STEPS and time.monotonic() - request.first_token >= generate_ns / 1e9
+        if over and (abort := self._aborts.get(request.index)) is not None and abort.at == "after":
+            abort.note()
+        return over
 
-    def _arrived(self, request: Tracked, failed: bool) -> None:
-        """All ranks reported: the request may use its cells, or has failed, now."""
-        if request.state != "waiting":
-            return
-        self._progress()
-        if failed:
-            request.failed = True
-            self._log("request_failed", request)
-            self._end(request)
-            self._ask_scheduler("finish", request.request_id, "FINISHED_ERROR")
-            return
-        self._use(request, layer_by_layer=False)
-        request.state = "running"
+    def _after_step(self, updated: Updated) -> None:
+        """Act on what the scheduler made of the step's outcome."""
+        if self.trial.endpoint(self.role).side.load_failure == "recompute":
+            self._note_recomputed(updated)
+        for answer in updated.answers:
+            request = self.tracked[answer.request_id]
+            self._progress()
+            if not answer.reason:
+                continue
+            request.failed |= answer.reason == "error"
+            if self.role == "prefill" and (stop := self._stops.get(request.index)) is not None:
+                stop()
+            if self.role == "decode":
+                self._log("request_failed" if request.failed else "ended", request)
+        self._settle(updated.states, updated.reported)
+        for answer in updated.answers:
+            if answer.reason and self.role == "prefill":
+                self._on_response(self.tracked[answer.request_id].index, dict(answer.params or {}))
+
+    def _note_recomputed(self, updated: Updated) -> None:
+        """What was not loaded is computed here: whatever was used of it counts for nothing."""
+        for request_id in self._mine:
+            request = self.tracked[request_id]
+            lost = request_id in updated.failed or any(updated.invalid_blocks.intersection(table) for table in request.tables)
+            if lost and request.state in ("waiting", "running") and not request.recomputed:
+                request.recomputed, request.at_go = True, None
+                self._log("recompute", request)

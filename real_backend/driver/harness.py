@@ -1,8 +1,8 @@
 """Run trials: real connectors of one or two vLLM releases, one process a rank, over the stand-in `mori.io`.
 
-Real: the connector, both sides; its sockets; the model runner's connector life cycle; the executor's aggregation.
-Modelled: the scheduler's state machine, the forward pass, the router, and MoRI-IO itself. Engines keep stepping, as
-engines under load do; an idle vLLM engine may not step, and then notices timers and messages only with its next request.
+Real: the connector, both sides; its sockets; vLLM's scheduler and KV cache manager; the model runner's connector life cycle;
+the executor's aggregation. Modelled: the forward pass, the router, and MoRI-IO itself. Engines keep stepping, as engines
+under load do; an idle vLLM engine may not step, and then notices timers and messages only with its next request.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from kvcover.real_backend.driver.trial import BlockTables
 from kvcover.sim.cache.wrong import WrongCells
 from kvcover.sim.kernel import events
 from kvcover.sim.results.record import LegReads, Record
@@ -17,7 +18,7 @@ class Escaped:
 
     `misfit` is the harness's own line that failed, if no line of the connector was running: then it can't drive this vLLM.
     `broken` is the error, by itself or as the cause of this one, that says the code or the machine is broken: it is no fault
-    of the protocol. `machine` says what the machine lacked; `foreign`: it came neither from vLLM nor from what imitates it.
+    of the protocol. `machine` says what the machine lacked; `foreign`: it came from elsewhere than vLLM.
     """
 
     rank: str
@@ -37,17 +38,6 @@ class Escaped:
         return events.RaisedAt(self.kind, self.text, call=self.call, broken=self.broken, place=self.place)
 
 
-@dataclass(frozen=True, slots=True)
-class Forward:
-    """The part of a step that is a forward pass: requests whose prompt is computed, or whose loaded cells are used.
-
-    `fill` says how many tokens of each prompt are computed: a recurrent state is one of so many tokens.
-    """
-
-    fill: Mapping[int, int] = field(default_factory=dict)
-    use: tuple[int, ...] = ()
-
-
 @dataclass(slots=True)
 class StepReport:
     """What a worker returns from a step. Request ids are the engine's; `raised` is set if the step died."""
@@ -60,33 +50,44 @@ class StepReport:
 
 
 @dataclass(frozen=True, slots=True)
-class Admission:
-    """The connector's answer for a new request: tokens that come from outside, and whether the request waits for them.
+class Planned:
+    """A step that vLLM's scheduler made. Request ids are the engine's.
 
-    `prompt_tokens` are those that it left: of a prompt that decode continues with a recurrent state it takes the last away.
+    `output` is its SchedulerOutput with the connector's metadata, pickled. `scheduled` are tokens by request, `states` the
+    status of all requests that it knows, `tables` the blocks of those that have any, `external` the tokens that the connector
+    was last told to bring.
     """
 
-    external_tokens: int
-    wait: bool
-    prompt_tokens: int
+    output: Any
+    scheduled: Mapping[str, int]
+    states: Mapping[str, str]
+    tables: Mapping[str, BlockTables]
+    external: Mapping[str, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Aggregated:
-    """What vLLM's aggregator makes of the reports of all ranks of a step."""
+class Answer:
+    """What the engine core says of a request at the end of a step: why it is over, and what goes into the response."""
 
-    sent: frozenset[str]
-    received: frozenset[str]
+    request_id: str
+    reason: str
+    """As vLLM writes it; empty if it goes on."""
+    params: Mapping[str, Any] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Updated:
+    """What vLLM's scheduler made of a step's outcome.
+
+    `reported` are the requests that all ranks had sent or received, in vLLM's aggregate, `failed` those of them that failed,
+    `invalid_blocks` blocks that were not loaded. `answers` are of requests that got a token or are over.
+    """
+
+    reported: frozenset[str]
     failed: frozenset[str]
     invalid_blocks: frozenset[int]
-
-
-@dataclass(frozen=True, slots=True)
-class Reconciled:
-    """Requests that the scheduler acts on after the connector saw the workers' reports."""
-
-    sent: frozenset[str]
-    received: frozenset[str]
+    answers: tuple[Answer, ...]
+    states: Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True)

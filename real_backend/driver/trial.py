@@ -70,13 +70,12 @@ class RouterLegs:
 class Trial:
     """One run of two real engines: what the model runs too, and what only a real run needs.
 
-    `tables` has each request's blocks on both engines. `legs` and `keys`, which counts the faults of the router's keys and of
+    `legs` and `keys`, which counts the faults of the router's keys and of
     what it knows, stay where the router is. `completion_delay_s` is the time from the post of a transfer to its bytes and
     completion (0: both happen inside the post), `book` the file in which all processes count what planned faults did.
     """
 
     setup: Setup
-    tables: tuple[Mapping[Role, BlockTables], ...]
     limits: Limits
     legs: tuple[RouterLegs, ...] = ()
     keys: Injector = field(default_factory=lambda: Injector(()))
@@ -85,7 +84,7 @@ class Trial:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Faults tell a default by its identity, which a pickle loses, so they travel as people write them: in the scenario.
-        return _for_ranks, (self.setup.scenario, self.tables, self.limits, self.completion_delay_s, self.book)
+        return _for_ranks, (self.setup.scenario, self.limits, self.completion_delay_s, self.book)
 
     def endpoint(self, role: Role) -> Endpoint:
         """Return one of the two engines."""
@@ -121,17 +120,11 @@ class Trial:
         """Tokens of the longest prompt."""
         return max(request.prompt_tokens for request in self.setup.requests)
 
-    def blocks(self, role: Role, request: int) -> tuple[int, ...]:
-        """Return a request's blocks on one of the two engines, one table after another."""
-        return tuple(block for table in self.tables[request][role] for block in table)
-
     def kv_dtype(self, role: Role) -> str:
         """The type of a cache's values. Of equal types nothing depends, and cells are tagged in 4 bytes: only unequal ones show."""
         own = self.endpoint(role).shape.kv_dtype
         return "fp32" if all(self.endpoint(each).shape.kv_dtype == own for each in ROLES) else own
 
 
-def _for_ranks(
-    scenario: Scenario, tables: tuple[Mapping[Role, BlockTables], ...], limits: Limits, delay_s: float, book: Path
-) -> Trial:
-    return Trial(resolve(scenario), tables, limits, completion_delay_s=delay_s, book=book)
+def _for_ranks(scenario: Scenario, limits: Limits, delay_s: float, book: Path) -> Trial:
+    return Trial(resolve(scenario), limits, completion_delay_s=delay_s, book=book)

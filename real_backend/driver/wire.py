@@ -14,25 +14,22 @@ from typing import Any
 import msgspec
 
 from kvcover.real_backend.driver.reports import (
-    Admission,
-    Aggregated,
+    Answer,
     Escaped,
-    Forward,
+    Planned,
     Post,
     RankReport,
-    Reconciled,
     SchedulerReport,
     SentNotice,
     StepReport,
+    Updated,
 )  # fmt: skip
 from kvcover.sim.cache.ledger import Count
 from kvcover.sim.cache.wrong import WrongCells
 from kvcover.sim.results.record import KeyRead, LegReads
 
-_KNOWN = (
-    Admission, Aggregated, Count, Escaped, Forward, KeyRead, LegReads, Post, RankReport, Reconciled, SchedulerReport, SentNotice,
-    StepReport, WrongCells,
-)  # fmt: skip
+_KNOWN = (Answer, Count, Escaped, KeyRead, LegReads, Planned, Post, RankReport, SchedulerReport, SentNotice, StepReport, Updated,
+          WrongCells)  # fmt: skip
 _CLASSES: dict[str, type[Any]] = {each.__name__: each for each in _KNOWN}
 _LONGEST = 256 << 20
 

@@ -34,7 +34,7 @@ OBSERVED = frozenset(
     ("leg_sent", "fault_fired", "bound", "dialled", "dial_dead", "blocks_ready_sent", "blocks_ready", "poisoned", "wrote", "read",
      "transfer_failed", "write_done_sent", "write_failed_sent", "write_done", "release_sent", "told", "told_failed", "release",
      "released", "allocated", "freed", "reaped", "aborted", "recompute", "go", "short", "used_early", "stray", "ended",
-     "request_failed", "crashed", "stuck", "restarted", "lost")
+     "request_failed", "crashed", "stuck", "restarted", "lost", "preempted")
 )  # fmt: skip
 """What a real run shows. When bytes arrive, what waits in sockets and what a thread waited for, nobody sees.
 
@@ -205,7 +205,10 @@ def _seen(
 
 def _at_end(evidence: Evidence, request: Request) -> tuple[Count, ...]:
     empty = Count(0, 0, evidence.trial.setup.decode.needed(request))
-    ranks = evidence.ranks["decode", request.decode_dp]
+    ranks, engine = evidence.ranks["decode", request.decode_dp], evidence.engines["decode", request.decode_dp]
+    tracked = _tracked(engine, request.index)
+    if tracked.at_free and engine.used_again(tracked):
+        return tuple(tracked.at_free)
     return tuple(_ask(rank, empty, "grade", request.index, False) for rank in ranks)
 
 
@@ -242,6 +245,7 @@ def _course(evidence: Evidence, request: Request, told: set[tuple[str, int]], at
         held=prefill.state in ("held", "running") or decode.state in ("aborting", "held"),
         late=prefill.reaped or decode.reaped or prefill.overran or not set(prefill.reported) <= answered,
         aborted=decode.aborted,
+        preempted=decode.preempted,
     )
 
 

@@ -1,7 +1,8 @@
 """Measure the table of the real connector: `python -m kvcover.real_backend.evidence.measure --tree TREE --release R --out FILE`.
 
 One process measures one release. Rows that are measured again are replaced, all others stay, so that releases can be
-measured in any order. `--only TEXT` restricts to scenarios whose id contains TEXT; `--show` prints everything that was seen.
+measured in any order. `--only TEXT` restricts to scenarios whose id contains TEXT, `--missing` to those that FILE lacks, so that
+a measurement can be gone on with; `--show` prints everything that was seen. A file of another harness is never added to.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from kvcover.sim.results.result import Result
 from kvcover.sim.scenario.scenario import RequestSpec, Scenario, Side
 
 _HEADER = """\
-# Measured with vLLM's own, unmodified MoRI-IO connector, one process a rank, over a stand-in mori.io.
+# Measured with vLLM's own, unmodified MoRI-IO connector, scheduler and KV cache manager, one process a rank, over a stand-in
+# mori.io.
 # Written by `python -m kvcover.real_backend.evidence.measure`; do not edit. expect.* is by decode rank in (dp, tp) order;
 # coverage is counted at go, or at the end where nothing went. A row with `race` has only what can't differ between runs.
 """
@@ -45,10 +47,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--release", choices=PUBLISHED, required=True, help="what the tree holds")
     parser.add_argument("--out", type=Path, help="TOML file to merge into")
     parser.add_argument("--only", default="", help="measure only scenarios whose id contains this")
+    parser.add_argument("--missing", action="store_true", help="measure only what the file has no row of")
     parser.add_argument("--date", default="", help="date to write into the rows")
     parser.add_argument("--show", action="store_true", help="print what every rank saw")
     options = parser.parse_args(arguments)
-    chosen = [each for each in planned(options.release) if options.only in each.id]
+    known = _rows(options.out).keys() if options.out and options.missing else ()
+    chosen = [each for each in planned(options.release) if options.only in each.id and each.id not in known]
     with launch.work_folder() as work:
         harness = Harness(options.tree, work)
         for each in chosen:
@@ -162,8 +166,7 @@ def _unusual(part: Side | RequestSpec, names: Sequence[str]) -> MeasuredRow:
 
 def merge(path: Path, rows: Sequence[MeasuredRow]) -> None:
     """Put `rows` into the file in place of those with the same id, in the order of the plan."""
-    known = {row["id"]: row for row in tomllib.loads(path.read_text())["row"]} if path.exists() else {}
-    known |= {row["id"]: row for row in rows}
+    known = _rows(path) | {row["id"]: row for row in rows}
     order = [each.id for release in PUBLISHED for each in planned(release)]
     position = {identifier: index for index, identifier in enumerate(order)}
     kept = sorted((row for row in known.values() if row["id"] in position), key=lambda row: position[row["id"]])
@@ -171,6 +174,14 @@ def merge(path: Path, rows: Sequence[MeasuredRow]) -> None:
     scratch = path.with_suffix(".partial")
     scratch.write_text(text)
     scratch.replace(path)
+
+
+def _rows(path: Path) -> dict[str, MeasuredRow]:
+    """The rows of a file by id, none if there is none. Exits if another harness measured them."""
+    text = path.read_text() if path.exists() else _HEADER
+    if not text.startswith(_HEADER):
+        raise SystemExit(f"{path}: was measured by another harness; name another file")
+    return {row["id"]: row for row in tomllib.loads(text).get("row", ())}
 
 
 def _toml(value: Any) -> str:

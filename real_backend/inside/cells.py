@@ -31,7 +31,13 @@ class Numbering:
     planes: int
     heads: int
     tags: int
-    requests: int
+    prompts: tuple[int, ...]
+    """Tokens of each request's prompt that prefill computes."""
+
+    @property
+    def requests(self) -> int:
+        """How many requests there are."""
+        return len(self.prompts)
 
     @property
     def a_request(self) -> int:
@@ -47,7 +53,9 @@ def numbering_of(trial: Trial) -> Numbering:
     """The numbering of a run's content, the same on all ranks."""
     kinds = trial.setup.geometry.kinds
     planes, heads, tags = (max(getattr(kind, name) for kind in kinds) for name in ("planes", "kv_heads", "head_dim"))
-    return Numbering(trial.longest_prompt, trial.setup.geometry.layers, planes, heads, tags, len(trial.setup.requests))
+    left = trial.setup.geometry.has_states  # with a recurrent state decode computes the last token by itself, and prefill doesn't
+    prompts = tuple(request.prompt_tokens - left for request in trial.setup.requests)
+    return Numbering(trial.longest_prompt, trial.setup.geometry.layers, planes, heads, tags, prompts)
 
 
 def cells_of(trial: Trial, role: Role, tp_rank: int) -> tuple[Cells, ...]:
@@ -70,8 +78,8 @@ def cells_of(trial: Trial, role: Role, tp_rank: int) -> tuple[Cells, ...]:
 class Cells:
     """The cells of one rank in a group of layers that are alike, of which it holds the global `heads`.
 
-    Prompts are whole blocks. A (token, head) takes up `tags` tags of 4 bytes. With `foreign_dtype` no tag that the peer writes
-    is what is needed.
+    What lies behind the end of a prompt in its last block is nobody's concern. A (token, head) takes up `tags` tags of 4 bytes.
+    With `foreign_dtype` no tag that the peer writes is what is needed.
     """
 
     group: Group
@@ -98,7 +106,7 @@ class Cells:
         return cache.reshape(sizes).transpose(order)
 
     def identity(self, request: int, block: int, place: tuple[int, int, int]) -> LayerView:
-        """Return the content of one cell, [block_size, tags]: numbers never used elsewhere in the run, never 0.
+        """Return the content of one cell, [block_size, tags]: numbers never used elsewhere in the run; 0 behind the prompt's end.
 
         `block` counts the request's blocks from 0; `place` is (layer, plane, global head). Raises ValueError if 31 bits
         can't number every value.
@@ -110,21 +118,36 @@ class Cells:
         tokens = np.arange(first, first + self.group.shape.block_size, dtype=np.int64)[:, None]
         slot = ((tokens * room.layers + layer) * room.planes + plane) * room.heads + head
         tags = request * room.a_request + slot * room.tags + np.arange(self.tags, dtype=np.int64) + 1
+        tags[tokens[:, 0] >= room.prompts[request]] = 0
         return (-tags if self.foreign_dtype else tags).astype(np.int32)
 
-    def fill(self, view: LayerView, layer: int, request: int, blocks: Collection[int], first: int = 0) -> None:
-        """Write one layer of a request's prompt, from its block `first` on, into its `blocks`."""
-        for position, block in enumerate(blocks, first):
+    def rows(self, tokens: range) -> list[tuple[int, slice]]:
+        """Where so many tokens of a prompt lie: blocks of the request, counted from 0, and which of their rows.
+
+        A recurrent state is one block, whatever its length: that after the last of the tokens.
+        """
+        if self.group.geometry.state:
+            return [(tokens.stop - 1, slice(0, 1))]
+        size = self.group.shape.block_size
+        blocks = range(tokens.start // size, -(-tokens.stop // size))
+        return [(each, slice(max(0, tokens.start - each * size), min(size, tokens.stop - each * size))) for each in blocks]
+
+    def fill(self, view: LayerView, layer: int, request: int, table: Sequence[int], tokens: range) -> None:
+        """Write one layer of some tokens of a request's prompt into the blocks of its `table`."""
+        for position, rows in self.rows(tokens):
+            block = table[0 if self.group.geometry.state else position]
             for plane in range(self.group.shape.planes):
                 for slot, head in enumerate(self.heads):
-                    view[plane, block, :, slot, :] = self.identity(request, position, (layer, plane, head))
+                    view[plane, block, rows, slot, :] = self.identity(request, position, (layer, plane, head))[rows]
 
-    def foreign(self, layers: Sequence[LayerView], request: int, blocks: Collection[int]) -> int:
-        """Count the cells in a request's blocks that hold content of another request."""
+    def foreign(self, layers: Sequence[LayerView], requests: Collection[int], blocks: Collection[int]) -> int:
+        """Count the cells in some blocks that hold content of other requests than these."""
         found = 0
         for view in layers:
             tags = view[:, list(blocks)]
-            others = (tags != 0) & ((tags - 1) // self.numbering.a_request != request)
+            others = tags != 0
+            for request in requests:
+                others = others & ((tags - 1) // self.numbering.a_request != request)
             found += int(by_cell(others).sum())
         return found
 
@@ -188,6 +211,7 @@ def by_cell(values: Any) -> Any:
 
 
 def _grade_cell(cell: LayerView, need: LayerView) -> str:
-    if np.array_equal(cell, need):
+    asked = need != 0
+    if np.array_equal(cell[asked], need[asked]):
         return "covered"
-    return "wrong" if cell.any() else "missing"
+    return "wrong" if cell[asked].any() else "missing"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,35 +24,42 @@ class DeviceCells(Cells):
         sizes, order = self.memory()
         return cache.view(sizes).permute(order)
 
-    def fill(self, view: Any, layer: int, request: int, blocks: Collection[int], first: int = 0) -> None:
+    def fill(self, view: Any, layer: int, request: int, table: Sequence[int], tokens: range) -> None:
         """Write as a forward pass does: on a GPU it is only launched when this returns, behind the layer's other work."""
         torch: Any = importlib.import_module("torch")
-        if blocks:
-            needed, where = self._needed(view, layer, request, len(blocks)), torch.tensor(list(blocks), device=view.device)
-            if view.is_cuda:
-                _compute(view.device)
-            view.index_copy_(1, where, needed)
+        where = self.rows(tokens)
+        blocks = torch.tensor([table[position] for position, _ in where], device=view.device)
+        needed = self._needed(view, layer, request, range(where[0][0], where[-1][0] + 1))
+        if view.is_cuda:
+            _compute(view.device)
+        mine = torch.zeros((len(where), self.group.shape.block_size), dtype=torch.bool)
+        for number, (_, rows) in enumerate(where):
+            mine[number, rows] = True
+        mine = mine.to(view.device)[None, :, :, None, None]
+        view.index_copy_(1, blocks, torch.where(mine, needed, view.index_select(1, blocks)))
 
     def _grade_layer(self, layer: int, view: Any, request: int, blocks: Collection[int], first: int) -> Count:
         if not blocks:
             return Count(0, 0, 0)
         cells = view[:, list(blocks)]
-        right = (cells == self._needed(view, layer, request, len(blocks))).all(dim=4).all(dim=2)
-        covered, wrong = int(right.sum()), int((by_cell(cells != 0) & ~right).sum())
+        needed = self._needed(view, layer, request, range(len(blocks)))
+        asked = needed != 0
+        right = ((cells == needed) | ~asked).all(dim=4).all(dim=2)
+        covered, wrong = int(right.sum()), int((by_cell((cells != 0) & asked) & ~right).sum())
         return Count(covered, wrong, int(right.numel()) - covered - wrong)
 
     def on_host(self, view: Any, blocks: Collection[int]) -> Any:
         return view[:, list(blocks)].cpu().numpy()
 
-    def _needed(self, view: Any, layer: int, request: int, blocks: int) -> Any:
-        """Return what the first `blocks` blocks of a request should hold in one layer, on the device of `view`."""
+    def _needed(self, view: Any, layer: int, request: int, blocks: range) -> Any:
+        """Return what these blocks of a request should hold in one layer, on the device of `view`."""
         torch: Any = importlib.import_module("torch")
         shape = self.group.shape
-        needed = np.empty((shape.planes, blocks, shape.block_size, len(self.heads), self.tags), dtype=np.int32)
-        for block in range(blocks):
+        needed = np.empty((shape.planes, len(blocks), shape.block_size, len(self.heads), self.tags), dtype=np.int32)
+        for number, block in enumerate(blocks):
             for plane in range(shape.planes):
                 for slot, head in enumerate(self.heads):
-                    needed[plane, block, :, slot, :] = self.identity(request, block, (layer, plane, head))
+                    needed[plane, number, :, slot, :] = self.identity(request, block, (layer, plane, head))
         return torch.from_numpy(needed).to(view.device)
 
 

@@ -24,6 +24,7 @@ from kvcover.real_backend.driver.trial import Role, Trial
 from kvcover.real_backend.inside import scheduler, worker
 from kvcover.real_backend.inside.gpu_worker import gpu_names, leave_no_handles, serve_on
 from kvcover.real_backend.inside.raising import where_it_failed
+from kvcover.real_backend.inside.vllm_scheduler import import_ahead
 from kvcover.real_backend.inside.vllm_setup import ConfigFactory, EngineConfig, describe, prepare
 
 _PR_SET_PDEATHSIG = 1
@@ -113,6 +114,7 @@ def main() -> None:
             pipe.send(("no GPU", "torch sees none on this machine"))
             return
         prepare(tree, read_abort_s, device)
+        import_ahead()
         device_names = {"device": f"cuda: {', '.join(gpus)}"} if gpus else {}
         pipe.send(("ready", describe(tree) | device_names | {"pid": os.getpid()}))
     except BaseException as error:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import importlib
 import math
 import subprocess
+from collections.abc import Mapping
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from kvcover.real_backend.driver.reports import Forward, StepReport
-from kvcover.real_backend.driver.trial import Trial
+from kvcover.real_backend.driver.reports import StepReport
+from kvcover.real_backend.driver.trial import BlockTables, Trial
 from kvcover.real_backend.inside import worker
 from kvcover.real_backend.inside.cells import LayerView
 from kvcover.real_backend.inside.device_cells import DeviceCells
@@ -30,9 +31,9 @@ class GpuWorker(worker.Worker):
         self._device = device
         super().__init__(*arguments)
 
-    def step(self, scheduler_output: bytes, forward: Forward | None) -> StepReport:
+    def step(self, scheduler_output: bytes, use: tuple[int, ...], tables: Mapping[int, BlockTables]) -> StepReport:
         """As on a CPU; when it returns the GPU is done too, as sampling waits for a forward pass."""
-        report = super().step(scheduler_output, forward)
+        report = super().step(scheduler_output, use, tables)
         if self._device != "cpu":
             importlib.import_module("torch").cuda.synchronize()
         return report
@@ -61,7 +62,7 @@ class GpuWorker(worker.Worker):
     def _warm_up(self, cells: DeviceCells, view: LayerView) -> None:
         """Compile and load what a run uses, so that its first layer takes no longer than the others."""
         torch: Any = importlib.import_module("torch")
-        cells.fill(view, 0, 0, (0,))
+        cells.fill(view, 0, 0, (0,), range(1))
         cells.grade([view], 0, (0,))
         cells.changed([view], ())
         torch.as_tensor(view).zero_()

@@ -13,7 +13,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,7 @@ from kvcover.faults import EventFault
 from kvcover.real_backend.driver.book import SharedInjector
 from kvcover.real_backend.driver.processes import HOST, Ports
 from kvcover.real_backend.driver.reports import Post, SentNotice
-from kvcover.real_backend.driver.trial import Role, Trial
+from kvcover.real_backend.driver.trial import BlockTables, Role, Trial
 from kvcover.real_backend.inside.private import Private
 
 NOTICE_KINDS = ("drop-notice", "duplicate-notice", "delay-notice", "reorder-notice", "poison-notice", "misroute-notice",
@@ -55,6 +55,8 @@ class Injection:
         """Address and bytes of each layer's cache."""
         self.owners: dict[int, str] = {}
         """Which rank listens on which port."""
+        self.given: list[tuple[int, int, BlockTables]] = []
+        """When which request had which blocks, by cache group, whenever that changed."""
         faults, book = trial.setup.faults, trial.book
         self._injector = SharedInjector(faults, book) if faults and book else None
         self._local = all(each.host == HOST for each in ports.values())
@@ -97,7 +99,7 @@ class Injection:
 
     def batch(self, at_ns: int, kind: str, peer: str, address: int, error: str, *, planned: bool = False, done_ns: int = 0) -> Post:
         """A post by its last byte in this rank's caches, which tells its layer and request."""
-        layer, request = self.cell_of(address)
+        layer, request = self.cell_of(address, at_ns)
         return Post(at_ns, kind, peer, request, layer, error, planned, done_ns)
 
     def peer_of(self, engine_key: str) -> str:
@@ -141,8 +143,13 @@ class Injection:
         index = int(found[1], 16) if found else -1
         return index if index < len(self.trial.setup.requests) else -1
 
-    def cell_of(self, address: int) -> tuple[int, int]:
-        """Layer and request of an address in this rank's cache, -1 where it is nobody's."""
+    def learn(self, tables: Mapping[int, BlockTables]) -> None:
+        """Take in which requests got which blocks."""
+        now = time.monotonic_ns()
+        self.given += [(now, request, groups) for request, groups in tables.items()]
+
+    def cell_of(self, address: int, at_ns: int | None = None) -> tuple[int, int]:
+        """Layer and request of an address in this rank's cache, -1 where it is nobody's: of the last that had it, by then."""
         endpoint = self.trial.endpoint(self.role)
         for layer, (start, length) in enumerate(self.layers):
             if start <= address < start + length:
@@ -150,9 +157,8 @@ class Injection:
                 shape = group.shape
                 unit = shape.unit_at(np.array([(address - start) * shape.units // length]))
                 block = int(unit[0]) // shape.block_units % shape.num_blocks
-                here = (each.index for each in self.trial.setup.requests if getattr(each, f"{self.role}_dp") == self.dp)
-                mine = (index for index in here if block and block in self.trial.tables[index][self.role][group.table])
-                return layer, next(mine, -1)
+                past = (row[1:] for row in reversed(self.given) if at_ns is None or row[0] <= at_ns)
+                return layer, next((index for index, tables in past if block and block in tables[group.table]), -1)
         return -1, -1
 
 

@@ -27,7 +27,7 @@ def raised_by(name: str, error: BaseException) -> Escaped:
     call = _connector_call(first)
     misfit = where_it_failed(first) if not call and isinstance(first, _MISFITS) else ""
     foreign = not (call or misfit) and isinstance(first, _FOREIGN) and not _is_of_vllm(first)
-    return replace(escaped(name, call or "outside the connector", first), misfit=misfit, foreign=foreign)
+    return replace(escaped(name, call or _vllm_call(first) or "outside the connector", first), misfit=misfit, foreign=foreign)
 
 
 def escaped(name: str, call: str, error: BaseException) -> Escaped:
@@ -38,8 +38,14 @@ def escaped(name: str, call: str, error: BaseException) -> Escaped:
     return Escaped(name, call, type(error).__name__, str(error), "", what_is_broken(error), place, whole, lacks)
 
 
+def _vllm_call(error: BaseException) -> str:
+    """The innermost function of vLLM's that let an exception out, empty if it came from elsewhere."""
+    last = traceback.extract_tb(error.__traceback__)[-1:]
+    return "".join(f"{each.name}, {Path(each.filename).name}:{each.lineno}" for each in last if _is_of_vllm(error))
+
+
 _FOREIGN = (OSError, MemoryError, RuntimeError, SystemError, EOFError)
-"""What sockets, files, threads and torch raise; what imitates vLLM's scheduler raises other kinds."""
+"""What sockets, files, threads and torch raise."""
 
 
 def _is_of_vllm(error: BaseException) -> bool:

@@ -1,174 +1,84 @@
-"""The scheduler side of the connector in a process of its own, called as vLLM's scheduler calls it.
+"""vLLM's own scheduler of one DP rank in a process of its own, with the connector's scheduler side that it made for itself.
 
-What the scheduler itself would do around those calls (admission, block tables, request states) is kept to what the
-connector can see. Blocks come from the trial, so that their ids are known; the states and the assertions are vLLM's.
+It is called as vLLM's engine core calls it: requests come in, a step is made, its outcome goes back. What it decides, or
+raises, is a result.
 """
 
 from __future__ import annotations
 
-import importlib
 import pickle
 from multiprocessing.connection import Connection
-from types import SimpleNamespace
 from typing import Any
 
 from kvcover.real_backend.driver.processes import Ports
-from kvcover.real_backend.driver.reports import Admission, Aggregated, Reconciled, SchedulerReport, StepReport
+from kvcover.real_backend.driver.reports import Answer, Planned, SchedulerReport, StepReport, Updated
 from kvcover.real_backend.driver.trial import BlockTables, Role, Trial
 from kvcover.real_backend.driver.wire import Wire
 from kvcover.real_backend.inside.injection import Injection
 from kvcover.real_backend.inside.keys import Notes, WatchedLeg, follow_copies
 from kvcover.real_backend.inside.raising import raised_by
-from kvcover.real_backend.inside.vllm_setup import EngineConfig, connector_class, connector_role, refuse_states
+from kvcover.real_backend.inside.vllm_scheduler import EngineScheduler
+from kvcover.real_backend.inside.vllm_setup import EngineConfig, refuse_states
 from kvcover.sim.scenario.dispatch import Params
 
 
-class _Blocks:
-    """A request's block tables, as the connector sees them."""
-
-    def __init__(self, tables: BlockTables) -> None:
-        self._tables = tables
-
-    def get_block_ids(self) -> tuple[list[int], ...]:
-        """Return the ids by cache group."""
-        return tuple(list(ids) for ids in self._tables)
-
-
 class SchedulerSide:
-    """One DP rank's scheduler-side connector and the requests that it was shown."""
+    """What the driver may ask of a scheduler: one method a call of the engine core's."""
 
     def __init__(self, trial: Trial, config: EngineConfig, ports: dict[Role, Ports]) -> None:
-        self._endpoint = trial.endpoint(config.role)
-        self._kv_cache = config.kv_cache
-        self._name = self._endpoint.engine_name(config.dp_rank)
+        self._name = trial.endpoint(config.role).engine_name(config.dp_rank)
         self._injection = Injection(trial, config.role, config.dp_rank, self._name, ports)
         self._injection.wrap_sockets()
         refuse_states(trial, config)
-        self._connector = connector_class()(config.vllm, connector_role("SCHEDULER"), config.kv_cache)
-        self._requests: dict[str, Any] = {}
-        self._blocks: dict[str, BlockTables] = {}
+        self._engine = EngineScheduler(trial, config, self.follow)
         self._legs: dict[str, WatchedLeg] = {}
-        self._sync_loads: set[str] = set()
-        utils = importlib.import_module("vllm.distributed.kv_transfer.kv_connector.utils")
-        self._aggregator = utils.KVOutputAggregator(self._endpoint.tp)
+        self._step: Any = None
 
-    def admit(self, request_id: str, leg: Params, blocks: BlockTables, tokens: int, external_zero: bool) -> Admission:
-        """Show a new request to the connector, in the order of vLLM's scheduler: admission, match, allocation.
+    def add(self, index: int, request_id: str, leg: Params, max_tokens: int | None) -> None:
+        """Take a new request; it waits for the next step. An empty leg is that of a request that the router didn't split."""
+        self._legs[request_id] = WatchedLeg(leg, Notes())
+        self._engine.add(index, request_id, self._legs[request_id] if leg else None, max_tokens)
 
-        `external_zero`: the scheduler then takes nothing from outside, as newer ones do for requests that must not read
-        the prefix cache, and as any does whose MultiConnector got the KV elsewhere.
-        """
-        request = self._new_request(request_id, leg, tokens)
-        self._requests[request_id], self._blocks[request_id] = request, blocks
-        self._connector.on_new_request(request)
-        external, wait = self._connector.get_num_new_matched_tokens(request, 0)
-        if external_zero:
-            external, wait = 0, False
-        self._connector.update_state_after_alloc(request, _Blocks(blocks), external)
-        states = importlib.import_module("vllm.v1.request").RequestStatus
-        request.status = states.WAITING_FOR_REMOTE_KVS if wait else states.RUNNING
-        if external and not wait:
-            self._sync_loads.add(request_id)
-        return Admission(int(external), bool(wait), int(request.num_prompt_tokens))
+    def warm(self) -> dict[int, BlockTables]:
+        """Fill the prefix cache as the scenario wants it; return the blocks in it, by the request whose prompt they hold."""
+        return self._engine.warm()
 
-    def abort_before(self, request_id: str, leg: Params, tokens: int) -> None:
-        """Show a request to the connector whose client goes before it gets any block."""
-        request = self._new_request(request_id, leg, tokens)
-        self._requests[request_id], self._blocks[request_id] = request, ((),) * len(self._endpoint.tables)
-        self._connector.on_new_request(request)
-        self.finish(request_id, "FINISHED_ABORTED")
+    def abort(self, request_id: str) -> dict[str, str]:
+        """End a request whose client is gone; return all states."""
+        self._engine.abort(request_id)
+        return self._engine.states()
 
-    def schedule(self, scheduled: dict[str, int]) -> bytes:
-        """Build a step that computes `scheduled` (request id to tokens); return it pickled, with connector metadata."""
-        output = importlib.import_module("vllm.v1.core.sched.output").SchedulerOutput.make_empty()
-        output.num_scheduled_tokens = dict(scheduled)
-        output.total_num_scheduled_tokens = sum(scheduled.values())
-        if hasattr(output, "has_sync_kv_loads"):
-            output.has_sync_kv_loads = not self._sync_loads.isdisjoint(scheduled)
-        if hasattr(output, "kv_connector_block_state"):
-            output.kv_connector_block_state = SimpleNamespace(get_block_ids=self._block_ids)
-        output.kv_connector_metadata = self._connector.build_connector_meta(output)
-        if hasattr(output, "kv_connector_block_state"):
-            output.kv_connector_block_state = None
-        self._sync_loads.difference_update(scheduled)
-        return pickle.dumps(output)
-
-    def _block_ids(self, request_id: str) -> tuple[list[int], ...]:
-        """What vLLM's scheduler knows of a request's blocks at the time."""
-        return tuple(list(ids) for ids in self._blocks[request_id])
-
-    def resume(self, request_id: str) -> None:
-        """Let a request run whose external KV is there."""
-        self._requests[request_id].status = importlib.import_module("vllm.v1.request").RequestStatus.RUNNING
-
-    def finish(self, request_id: str, status: str) -> tuple[bool, Params | None]:
-        """End a request with a `RequestStatus` name. Returns whether its blocks stay, and what goes into the response."""
-        request = self._requests[request_id]
-        states = importlib.import_module("vllm.v1.request").RequestStatus
-        waiting = request.status == states.WAITING_FOR_REMOTE_KVS
-        request.status = states[status]
-        blocks = self._block_ids(request_id)
-        if hasattr(self._connector, "request_finished_all_groups"):
-            keep, params = self._connector.request_finished_all_groups(request, blocks)
-        else:
-            keep, params = self._connector.request_finished(request, blocks[0])
-        if not keep and not waiting:  # blocks that a transfer may still write stay until its report
-            del self._requests[request_id]
-        return bool(keep), params
-
-    def reconcile(self, sent: set[str], received: set[str]) -> Reconciled:
-        """Hand the aggregated reports of a step to the connector, then act on them with the scheduler's own assertions.
-
-        Raises AssertionError where vLLM's scheduler does: a report for a request that is unknown, or that doesn't wait.
-        """
-        states = importlib.import_module("vllm.v1.request").RequestStatus
-        output = importlib.import_module("vllm.v1.outputs").KVConnectorOutput(
-            finished_sending=set(sent) or None, finished_recving=set(received) or None
-        )
-        self._connector.update_connector_output(output)
-        for request_id in output.finished_recving or ():
-            assert request_id in self._requests, f"finished_recving names unknown request {request_id}"
-            status = self._requests[request_id].status
-            waiting = status == states.WAITING_FOR_REMOTE_KVS
-            assert waiting or states.is_finished(status), f"finished_recving for a request that is {status}"
-            if not waiting:
-                del self._requests[request_id]
-        for request_id in output.finished_sending or ():
-            assert request_id in self._requests, f"finished_sending names unknown request {request_id}"
-            del self._requests[request_id]
-        return Reconciled(frozenset(output.finished_sending or ()), frozenset(output.finished_recving or ()))
-
-    def aggregate(self, reports: list[StepReport]) -> Aggregated:
-        """Let vLLM's aggregator say which requests are finished for the engine."""
-        output_class = importlib.import_module("vllm.v1.outputs").KVConnectorOutput
-        outputs = []
-        for report in reports:
-            output = output_class(
-                finished_sending=report.finished_sending or None,
-                finished_recving=report.finished_recving or None,
-                invalid_block_ids=report.invalid_blocks,
-            )
-            if report.failed_recving:
-                output.failed_recving = report.failed_recving
-            outputs.append(SimpleNamespace(kv_connector_output=output))
-        result = self._aggregator.aggregate(outputs).kv_connector_output
-        if result.invalid_block_ids and len(self._kv_cache.kv_cache_groups) > 1:
-            self._let_vllm_refuse(result.invalid_block_ids)
-        return Aggregated(
-            frozenset(result.finished_sending or ()),
-            frozenset(result.finished_recving or ()),
-            frozenset(getattr(result, "failed_recving", None) or ()),
-            frozenset(result.invalid_block_ids or ()),
+    def schedule(self) -> Planned:
+        """Make a step."""
+        step = self._step = self._engine.vllm.schedule()
+        for new in step.scheduled_new_reqs:
+            new.sampling_params = None  # our forward samples nothing, and a leg in a pickle counts as one nobody can watch
+        return Planned(
+            pickle.dumps(step),
+            dict(step.num_scheduled_tokens),
+            self._engine.states(),
+            self._engine.tables(),
+            dict(self._engine.external),
         )
 
-    def _let_vllm_refuse(self, invalid: set[int]) -> None:
-        """Hand failed blocks to vLLM's scheduler, which raises when a model has several block tables."""
-        scheduler = importlib.import_module("vllm.v1.core.sched.scheduler").Scheduler
-        scheduler._handle_invalid_blocks(SimpleNamespace(kv_cache_config=self._kv_cache), invalid, {})
+    def update(self, reports: list[StepReport], stop: list[str]) -> Updated:
+        """Hand the step's outcome to the scheduler; requests in `stop` sample the token that ends them."""
+        output = self._engine.model_output(self._step.num_scheduled_tokens, reports, stop)
+        connector = output.kv_connector_output
+        reported = frozenset(connector.finished_sending or ()) | frozenset(connector.finished_recving or ())
+        failed = frozenset(getattr(connector, "failed_recving", None) or ())
+        invalid = frozenset(connector.invalid_block_ids or ())
+        made = self._engine.vllm.update_from_output(self._step, output)
+        answers = [
+            Answer(each.request_id, "" if each.finish_reason is None else str(each.finish_reason), each.kv_transfer_params)
+            for client in made.values()
+            for each in client.outputs
+        ]
+        return Updated(reported, failed, invalid, tuple(answers), self._engine.states())
 
     def follow(self) -> None:
         """Watch the copies of legs that the connector made in the last call."""
-        if (scheduler := getattr(self._connector, "connector_scheduler", None)) is not None:
+        if (scheduler := getattr(self._engine.connector, "connector_scheduler", None)) is not None:
             follow_copies(scheduler, self._legs)
 
     def report(self) -> SchedulerReport:
@@ -179,17 +89,6 @@ class SchedulerSide:
     def learn_ports(self, bound: dict[int, str]) -> None:
         """Learn who listens where."""
         self._injection.owners = bound
-
-    def _new_request(self, request_id: str, leg: Params, tokens: int) -> Any:
-        self._legs[request_id] = WatchedLeg(leg, Notes())
-        request_class = importlib.import_module("vllm.v1.request").Request
-        sampling = importlib.import_module("vllm.sampling_params").SamplingParams
-        return request_class(
-            request_id=request_id,
-            prompt_token_ids=list(range(tokens)),
-            sampling_params=sampling(max_tokens=16, extra_args={"kv_transfer_params": self._legs[request_id]}),
-            pooling_params=None,
-        )
 
 
 def serve(trial: Trial, config: EngineConfig, ports: dict[Role, Ports], pipe: Connection | Wire) -> None:

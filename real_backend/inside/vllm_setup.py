@@ -27,6 +27,7 @@ LOOPBACK = Path(__file__).parents[1] / "moriio" / "loopback"
 MORIIO_FOLDER = "vllm/distributed/kv_transfer/kv_connector/v1/moriio"
 MORIIO = MORIIO_FOLDER.replace("/", ".")
 _MOST_TOKENS = 1 << 17
+_MOST_SEQUENCES = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,12 +204,16 @@ class ConfigFactory:
             kv_connector="MoRIIOConnector",
             kv_role="kv_producer" if role == "prefill" else "kv_consumer",
             kv_connector_extra_config=_connector_settings(trial, ports),
+            kv_load_failure_policy=endpoint.side.load_failure,
         )
+
+        cache = config.CacheConfig(block_size=endpoint.shape.block_size, enable_prefix_caching=not geometry.has_states)
+        cache.num_gpu_blocks = endpoint.shape.num_blocks  # states are in no prefix cache unless one asks for that
 
         def build(dp: int, rank: int) -> Any:
             return config.VllmConfig(
                 model_config=self._model(geometry, math.lcm(16, geometry.kv_heads, endpoint.tp)),
-                cache_config=config.CacheConfig(block_size=endpoint.shape.block_size),
+                cache_config=cache,
                 parallel_config=config.ParallelConfig(
                     tensor_parallel_size=endpoint.tp,
                     data_parallel_size=dp,
@@ -217,7 +222,11 @@ class ConfigFactory:
                     distributed_executor_backend="mp",
                 ),
                 scheduler_config=config.SchedulerConfig(
-                    max_num_batched_tokens=_MOST_TOKENS, max_num_seqs=16, max_model_len=_MOST_TOKENS, is_encoder_decoder=False
+                    max_num_batched_tokens=_MOST_TOKENS,
+                    max_num_seqs=_MOST_SEQUENCES,
+                    max_model_len=_MOST_TOKENS,
+                    is_encoder_decoder=False,
+                    async_scheduling=False,
                 ),
                 device_config=config.DeviceConfig(self._device),
                 kv_transfer_config=transfer,

@@ -8,7 +8,6 @@ as tensor parallelism has.
 from __future__ import annotations
 
 import importlib
-import logging
 import mmap
 import pickle
 import sys
@@ -16,7 +15,7 @@ import threading
 import time
 import traceback
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -25,11 +24,12 @@ from typing import Any
 import numpy as np
 
 from kvcover.real_backend.driver.processes import Ports
-from kvcover.real_backend.driver.reports import Escaped, Forward, Post, RankReport, StepReport
-from kvcover.real_backend.driver.trial import Role, Trial
+from kvcover.real_backend.driver.reports import Escaped, RankReport, StepReport
+from kvcover.real_backend.driver.trial import BlockTables, Role, Trial
+from kvcover.real_backend.inside.batch import Batch, Chunk
 from kvcover.real_backend.inside.cells import TAG_BYTES, Cells, LayerView, cells_of
 from kvcover.real_backend.inside.injection import Injection
-from kvcover.real_backend.inside.raising import escaped, raised_by
+from kvcover.real_backend.inside.raising import raised_by
 from kvcover.real_backend.inside.vllm_setup import (
     EngineConfig,
     connector_class,
@@ -38,13 +38,13 @@ from kvcover.real_backend.inside.vllm_setup import (
     layer_names,
     torch_dtype,
 )
+from kvcover.real_backend.inside.watch import Watch
 from kvcover.sim.cache.ledger import Count
 from kvcover.sim.cache.wrong import Held, Place, WrongCells, summary
 
 _LAYER_S = 0.015
 """A layer takes time, so that a transfer's first task is older than its request's end, as on a real engine."""
 _SLOW_LAYERS = 4
-_MOST_CAUGHT = 50
 
 
 class Worker:
@@ -60,7 +60,10 @@ class Worker:
         self.name = self._endpoint.rank_name(config.dp_rank, tp_rank)
         self._cells = cells_of(trial, config.role, tp_rank)
         self._injection = Injection(trial, config.role, config.dp_rank, self.name, ports)
-        self._watch = _Watch(self.name, self._injection)
+        self._watch = Watch(self.name, self._injection)
+        self._batch = Batch()
+        self._tables: dict[int, BlockTables] = {}
+        self._owners: dict[tuple[int, int], frozenset[int]] = {}  # by table and block: all requests that ever had it
         self._used: dict[int, list[LayerView]] = defaultdict(list)
         self._used_ns: dict[tuple[int, int], int] = {}  # by request and layer
         self._short: dict[tuple[int, int], int] = {}  # of these what was used with cells missing or wrong
@@ -84,20 +87,26 @@ class Worker:
         state: Any = importlib.import_module("vllm.distributed.kv_transfer.kv_transfer_state")
         state._KV_CONNECTOR_AGENT = self._connector  # what the model runner's mixin works on
 
-    def step(self, scheduler_output: bytes, forward: Forward | None) -> StepReport:
-        """Run one model step; a step without `forward` only moves KV. Never raises: the report says what was raised."""
+    def step(self, scheduler_output: bytes, use: tuple[int, ...], tables: Mapping[int, BlockTables]) -> StepReport:
+        """Run one model step; one that computes nothing only moves KV. Never raises: the report says what was raised.
+
+        `use`: requests whose loaded cells this step is the first to use; `tables`: blocks that requests got since the last.
+        """
         report = StepReport()
         self._steps += 1
-        self._doing = f"step {self._steps}, " + ("no forward" if forward is None else "a forward")
+        self._doing = f"step {self._steps}"
+        self._learn(tables)
         mixin = importlib.import_module("vllm.v1.worker.kv_connector_model_runner_mixin").KVConnectorModelRunnerMixin
         context = importlib.import_module("vllm.forward_context").set_forward_context
         try:
             output = pickle.loads(scheduler_output)
-            if forward is None:
+            chunks = self._batch.take(output)
+            self._doing += ", a forward" if chunks else ", no forward"
+            if not chunks:
                 result = mixin.kv_connector_no_forward(output, self._config.vllm).kv_connector_output
             else:
                 with context(None, self._config.vllm), mixin._get_kv_connector_output(output) as result:
-                    self._forward(forward)
+                    self._forward(chunks, use)
         except Exception as error:  # the engine would die here; the parent decides what follows
             report.raised = raised_by(self.name, error)
             self._doing += f", raised {type(error).__name__}"
@@ -110,11 +119,33 @@ class Worker:
             report.invalid_blocks = set(result.invalid_block_ids or ())
         return report
 
+    def _learn(self, tables: Mapping[int, BlockTables]) -> None:
+        """Take in who got which blocks."""
+        self._injection.learn(tables)
+        self._tables |= tables
+        for request, groups in tables.items():
+            self._own(request, groups)
+
+    def _own(self, request: int, groups: BlockTables) -> None:
+        for table, blocks in enumerate(groups):
+            for block in blocks:
+                self._owners[table, block] = self._owners.get((table, block), frozenset()) | {request}
+
+    def warm(self, cached: Mapping[int, BlockTables]) -> None:
+        """Compute the first blocks of prompts, which are in the prefix cache when the run begins."""
+        for request, tables in cached.items():
+            self._own(request, tables)
+            for index, cells in enumerate(self._by_layer().values()):
+                table = tables[cells.group.table]
+                cells.fill(self._views[index], index, request, table, range(len(table) * cells.group.shape.block_size))
+
     def grade(self, request: int, at_use: bool) -> Count:
         """Compare a request's cells with what this rank needs: as they were when layers were used, or as they are now."""
         found = Count(0, 0, 0)
         wrong: list[tuple[Place, Held]] = []
         last = self._trial.setup.requests[request].prompt_tokens - 1  # the token that decode computes by itself
+        if request not in self._tables:  # it never had a block, or a planned fault took the rank that knew them
+            return Count(0, 0, self._endpoint.needed(self._trial.setup.requests[request]))
         for cells in self._cells:
             blocks = self._blocks(request, cells)
             first = blocks.count(0)  # what has left the window is not needed
@@ -136,23 +167,23 @@ class Worker:
     def _blocks(self, request: int, cells: Cells) -> tuple[int, ...]:
         """The blocks of a request's prompt in the table of these layers, without those allocated beyond it."""
         prompt = -(-self._trial.setup.requests[request].prompt_tokens // self._endpoint.shape.block_size)
-        return self._trial.tables[request][self._config.role][cells.group.table][:prompt]
+        return self._tables.get(request, ((),) * len(self._endpoint.tables))[cells.group.table][:prompt]
 
     def stray(self) -> int:
-        """Count cells that changed although they belong to no request, or hold another request's content."""
+        """Count cells that changed though no request ever had them, or that hold content of one that never did."""
         if self._config.role == "prefill":
             return 0
         found = 0
         for cells in self._cells:
             views = [self._views[layer] for layer in cells.group.layers]
-            found += cells.changed(views, self._taken())
-            for index in self._mine():
-                found += cells.foreign(views, index, [block for block in self._blocks(index, cells) if block])
+            null = () if self._trial.alike else (0,)  # vLLM's null block may hold anything
+            found += cells.changed(views, {block for _, block in self._owners}.union(null))
+            of_each: dict[frozenset[int], list[int]] = defaultdict(list)
+            for (table, block), requests in self._owners.items():
+                if block and table == cells.group.table:
+                    of_each[requests].append(block)
+            found += sum(cells.foreign(views, requests, blocks) for requests, blocks in of_each.items())
         return found
-
-    def _mine(self) -> list[int]:
-        """The requests that this rank, one of decode's, has."""
-        return [request.index for request in self._trial.setup.requests if request.decode_dp == self._config.dp_rank]
 
     def learn_ports(self, bound: dict[int, str]) -> None:
         """Learn who listens where."""
@@ -161,10 +192,6 @@ class Worker:
     def bound(self) -> tuple[int, ...]:
         """Return the ports that this rank listens on so far."""
         return tuple(port for _, port in self._injection.bound)
-
-    def _taken(self) -> set[int]:
-        null = () if self._trial.alike else (0,)  # vLLM's null block may hold anything
-        return {block for index in self._mine() for block in self._trial.blocks("decode", index)}.union(null)
 
     def report(self) -> RankReport:
         """Return what was seen so far."""
@@ -183,15 +210,16 @@ class Worker:
         """Return exceptions that ended a thread of this process so far."""
         return list(self._watch.thread_errors)
 
-    def _forward(self, forward: Forward) -> None:
+    def _forward(self, chunks: list[Chunk], use: tuple[int, ...]) -> None:
         for index, (name, cells) in enumerate(self._by_layer().items()):
             self._connector.wait_for_layer_load(name)
-            for request in forward.use:
+            for request in use:
                 self._used_ns.setdefault((request, index), time.monotonic_ns())
+                del self._used[request][index:]  # it uses them again after it was preempted
                 self._used[request].append(self._views[index][:, list(self._blocks(request, cells))])
-            for request, tokens in forward.fill.items():
-                first = tokens - 1 if cells.group.geometry.state else 0
-                cells.fill(self._views[index], index, request, self._blocks(request, cells), first)
+            for chunk in chunks if self._config.role == "prefill" else ():  # decode's own tokens are no delivery
+                request = self._injection.request_of(chunk.request_id)
+                cells.fill(self._views[index], index, request, chunk.tables[cells.group.table], chunk.tokens)
             self._connector.save_kv_layer(name, self._caches[name], None)
             time.sleep(_LAYER_S if index < _SLOW_LAYERS else _LAYER_S / 10)
             self._collective()
@@ -247,98 +275,6 @@ class Worker:
             axes = (1, shape.block_size) if layout == "standard" else (shape.block_size,)
             return shape.num_blocks, *axes, kind.head_dim
         return (*lengths[:-1], 2 * kind.head_dim) if shape.apart == 1 else (*lengths, kind.head_dim)
-
-
-class _Watch:
-    """Records what a worker's threads see, without changing it."""
-
-    def __init__(self, name: str, injection: Injection) -> None:
-        self._name = name
-        self._injection = injection
-        self._notices: list[tuple[int, dict[str, Any]]] = []
-        self._warnings: list[str] = []
-        self._caught: dict[tuple[str, str, str], Escaped] = {}
-        self.thread_errors: list[Escaped] = []
-        handler = _Collector(self._warnings, self._logged)
-        logger = logging.getLogger("vllm")
-        logger.handlers = [handler]
-        logger.propagate = False
-        logger.setLevel(logging.WARNING)
-        threading.excepthook = self._thread_died
-
-    def listen(self, connector: Any) -> None:
-        """Record each control message on its way into the connector's handler."""
-        wrapper = connector.connector_worker.moriio_wrapper
-        handle = wrapper._handle_message
-
-        def observed(message: bytes) -> None:
-            self._notices.append((time.monotonic_ns(), _decode(message)))
-            handle(message)
-
-        wrapper._handle_message = observed
-
-    def report(self) -> RankReport:
-        wrote: dict[str, tuple[tuple[int, int], ...]] = defaultdict(tuple)
-        batches: list[Post] = []
-        for post in list(importlib.import_module("mori.io").IOEngine.posted):
-            error = "" if post.status.Succeeded() else str(post.status.Message() or "not complete")
-            peer = self._injection.peer_of(post.remote_engine)
-            done_ns = getattr(post.status, "done_ns", 0)
-            batches.append(self._injection.batch(post.at_ns, post.kind, peer, post.local, error, done_ns=done_ns))
-            if post.kind == "write" and not error:
-                wrote[post.remote_engine] += post.remote_ranges
-        return RankReport(
-            name=self._name,
-            notices=tuple(self._notices),
-            batches=(*batches, *self._injection.failed()),
-            wrote_to=dict(wrote),
-            warnings=tuple(self._warnings),
-            bound=tuple(self._injection.bound),
-            dialled=tuple(self._injection.dialled),
-            acted=tuple(self._injection.acted),
-            sent=tuple(self._injection.sent),
-            caught=tuple(self._caught.values()),
-        )
-
-    def _thread_died(self, args: threading.ExceptHookArgs) -> None:
-        thread = args.thread.name if args.thread else "thread"
-        if args.exc_value is not None:
-            self.thread_errors.append(escaped(self._name, thread, args.exc_value))
-
-    def _logged(self, where: str, error: BaseException) -> None:
-        """Keep an error that the connector caught and only logged; it ended the thread's work if code or machine is broken."""
-        found = escaped(self._name, where, error)
-        if found.broken or found.machine:
-            self.thread_errors.append(found)
-        elif len(self._caught) < _MOST_CAUGHT:
-            self._caught.setdefault((found.call, found.kind, found.place), found)
-
-
-class _Collector(logging.Handler):
-    def __init__(self, into: list[str], on_error: Callable[[str, BaseException], None]) -> None:
-        super().__init__(logging.WARNING)
-        self._into, self._on_error = into, on_error
-
-    def emit(self, record: logging.LogRecord) -> None:
-        text = record.getMessage()
-        errors = [each for each in record.args or () if isinstance(each, BaseException)] if isinstance(record.args, tuple) else []
-        if record.exc_info and record.exc_info[1] is not None:
-            text += f" | {type(record.exc_info[1]).__name__}: {record.exc_info[1]}"
-            errors.append(record.exc_info[1])
-        self._into.append(text)
-        if errors and "moriio" in record.pathname:
-            self._on_error(record.funcName, errors[-1])
-
-
-def _decode(message: bytes) -> dict[str, Any]:
-    msgpack = importlib.import_module("msgpack")
-    try:
-        data = msgpack.unpackb(message)
-    except Exception:  # anything may come in from a socket; the connector judges it, not we
-        data = None
-    if isinstance(data, dict):
-        return dict(data)
-    return {"type": "text", "transfer_id": message.decode("utf-8", "replace")}
 
 
 def serve(

@@ -12,12 +12,13 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, Listener, answer_challenge, deliver_challenge
 from typing import Any
 
 from kvcover.real_backend.driver.processes import HOST, Child, ProcessDied
+from kvcover.real_backend.driver.reports import Planned
 from kvcover.real_backend.driver.spool import Spool
 from kvcover.real_backend.driver.wire import Wire
 
@@ -116,4 +117,4 @@ class Steps(Wire):
         self._spool = spool
 
     def send(self, value: Any) -> None:
-        super().send(self._spool.put(value) if isinstance(value, bytes) else value)
+        super().send(replace(value, output=self._spool.put(value.output)) if isinstance(value, Planned) else value)

@@ -11,10 +11,9 @@ import msgspec
 
 from kvcover.faults import Injector
 from kvcover.real_backend.driver.processes import HOST, MOST_RANKS
-from kvcover.real_backend.driver.trial import ROLES, BlockTables, Limits, Role, RouterLegs, Trial
+from kvcover.real_backend.driver.trial import ROLES, Limits, RouterLegs, Trial
 from kvcover.real_backend.inside.cells import TAG_BYTES, numbering_of
 from kvcover.sim.errors import TierError
-from kvcover.sim.moriio.transfer import BlockPool
 from kvcover.sim.scenario.dispatch import Dispatch, values_of
 from kvcover.sim.scenario.endpoint import Request
 from kvcover.sim.scenario.scenario import Scenario
@@ -24,11 +23,13 @@ from kvcover.sim.scenario.setup import Setup, resolve
 _KNOWN: dict[str, tuple[str, ...]] = {
     "": ("schema", "release", "decode_release", "mode", "model", "kv_dtype", "block_size", "prompt_tokens", "generate_ns",
          "router", "seed", "prefill", "decode", "timers", "requests", "faults", "expect", "fabric"),
-    "prefill": ("tp", "dp", "num_blocks", "layout", "order", "block_size", "kv_dtype", "hybrid_kv"),
-    "decode": ("tp", "dp", "num_blocks", "layout", "order", "block_size", "kv_dtype", "hybrid_kv", "lookahead_tokens"),
+    "prefill": ("tp", "dp", "num_blocks", "layout", "order", "block_size", "kv_dtype", "hybrid_kv", "lookahead_tokens",
+                "max_tokens_per_step"),
+    "decode": ("tp", "dp", "num_blocks", "layout", "order", "block_size", "kv_dtype", "hybrid_kv", "lookahead_tokens",
+               "load_failure"),
     "timers": ("transfer_timeout_s", "defer_timeout_s", "recv_abort_timeout_s"),
-    "requests": ("arrival_ns", "prompt_tokens", "generate_ns", "external_zero", "prefill_dp", "decode_dp", "prefill_blocks",
-                 "decode_blocks"),
+    "requests": ("arrival_ns", "plain", "prompt_tokens", "generate_ns", "external_zero", "decode_hit_blocks", "prefill_dp",
+                 "decode_dp", "prefill_blocks", "decode_blocks"),
 }  # fmt: skip
 _HINT = "leave it out, or use --tier model"
 _RANK_MB = 90
@@ -43,9 +44,8 @@ def to_trial(scenario: Scenario) -> Trial:
     setup = resolve(scenario)
     keys = Injector(setup.faults)
     _check_engines(setup)
-    tables = _tables(setup)
     legs = tuple(_legs(setup, keys, request) for request in setup.requests)
-    trial = Trial(setup, tables, Limits.of(setup), legs, keys)
+    trial = Trial(setup, Limits.of(setup), legs, keys)
     _check_size(trial)
     return trial
 
@@ -83,44 +83,19 @@ def _check_engines(setup: Setup) -> None:
     for role, endpoint in zip(ROLES, (setup.prefill, setup.decode), strict=True):
         if (ranks := endpoint.tp * endpoint.dp) > MOST_RANKS:
             raise TierError(role, f"{ranks} ranks are more than the connector tier runs", f"use at most {MOST_RANKS}")
-        shape, lookahead = endpoint.shape, endpoint.side.lookahead_tokens
-        if lookahead > shape.block_size or (lookahead and setup.scenario.mode == "write"):
-            raise TierError(f"{role}.lookahead_tokens", f"{lookahead}: the harness has one block of them, in READ", _HINT)
+        shape = endpoint.shape
         if unlike and shape.head_bytes % TAG_BYTES:
             raise TierError(f"{role}.kv_dtype", f"{shape.kv_dtype}: a head of {shape.head_bytes} bytes holds no whole 4-byte tags",
                             "use a head_dim that is a multiple of 4")  # fmt: skip
-
-
-def _tables(setup: Setup) -> tuple[dict[Role, BlockTables], ...]:
-    """The blocks of all requests, which are there at once, on both engines."""
-    tables: tuple[dict[Role, BlockTables], ...] = tuple({} for _ in setup.requests)
-    for role, endpoint in zip(ROLES, (setup.prefill, setup.decode), strict=True):
-        for dp in range(endpoint.dp):
-            mine = [request for request in setup.requests if getattr(request, f"{role}_dp") == dp]
-            fixed = {block for request in mine for block in getattr(request, f"{role}_blocks") or ()}
-            pool = BlockPool(endpoint.shape.num_blocks, fixed)
-            for request in mine:
-                asked = getattr(request, f"{role}_blocks")
-                count = sum(blocks - skipped for skipped, blocks in endpoint.rows(request.prompt_tokens))
-                if not pool.fits(count, asked):
-                    hint = "raise it: the connector tier never queues"
-                    raise TierError(f"{role}.num_blocks", "too few for all requests at once", hint)
-                taken = pool.take_tables(request, endpoint, asked)
-                tables[request.index][role] = tuple(tuple(table.tolist()) for table in taken)
-    return tables
 
 
 def _legs(setup: Setup, keys: Injector, request: Request) -> RouterLegs:
     if request.rejected:
         asked = f"{setup.router.name} sends it to DP rank {request.prefill_dp}, which decode lacks"
         raise TierError(f"requests[{request.index}]", asked, "set its decode_dp: the connector tier has no front end to reject it")
-    tokens = setup.decode.shape.block_size
-    if request.prompt_tokens % tokens:
-        problem = f"{request.prompt_tokens} tokens: no whole blocks of {tokens}"
-        raise TierError(f"requests[{request.index}].prompt_tokens", problem, f"use {request.blocks * tokens}")
     values = values_of(setup, request, f"tx-{request.index:032x}") | {"prefill.hosts": [HOST], "decode.hosts": [HOST]}
     now_ms = request.arrival_ns / 1e6
-    dispatch = Dispatch(setup.router, setup.scenario.mode, values, keys, request.index, now_ms=now_ms)
+    dispatch = Dispatch(setup.router, setup.scenario.mode, values, keys, request.index, request.plain, now_ms)
     return RouterLegs(*dispatch.prefill_leg(), dispatch.decode_leg, dispatch.ports_off())
 
 
@@ -142,9 +117,9 @@ def memory_mb(trial: Trial) -> int:
 def _cache_mb(trial: Trial) -> int:
     """Memory of the cells that requests touch, twice where decode keeps what it used."""
     total = 0
-    blocks = sum(len(trial.blocks("prefill", index)) for index in range(len(trial.tables)))
     for role in ROLES:
         endpoint = trial.endpoint(role)
+        blocks = sum(count for request in trial.setup.requests for _, count in endpoint.rows(request.prompt_tokens))
         groups = [(len(group.layers) * group.geometry.head_dim, group.shape) for group in endpoint.groups]
         values = sum(width * shape.planes * shape.heads for width, shape in groups)
         copies = 2 if role == "decode" and trial.setup.scenario.mode == "read" else 1

@@ -369,15 +369,16 @@ def test_cells_on_a_device_are_graded_as_on_the_host(model: str) -> None:
     memory = [flat, flat.copy()]
     views = [host.view(each) for each in memory]
     tensors = [device.view(torch.from_numpy(each)) for each in memory]
-    device.fill(tensors[0], 0, 1, (4, 2))
-    host.fill(views[1], 1, 1, (4, 2))
+    for tokens in (range(3), range(3, 8)):  # two chunks, of which the first ends within a block
+        device.fill(tensors[0], 0, 1, (4, 2), tokens)
+        host.fill(views[1], 1, 1, (4, 2), tokens)
     views[0][0, 4, 1] += 1  # wrong
     views[1][:, 2] = 0  # missing
     views[1][-1, 5, 3, 0, 1] = 7  # stray
     for blocks in ((4, 2), (2, 4)):
         assert device.grade(tensors, 1, blocks) == host.grade(views, 1, blocks)
         assert device.changed(tensors, {4, 2}) == host.changed(views, {4, 2}) == 1
-        assert device.foreign(tensors, 0, blocks) == host.foreign(views, 0, blocks) > 0
+        assert device.foreign(tensors, {0}, blocks) == host.foreign(views, {0}, blocks) > device.foreign(tensors, {0, 1}, blocks)
     right = host.grade(views, 1, (4, 2))
     assert 0 < right.covered < right.cells and right.wrong > 0 and right.missing > 0
 

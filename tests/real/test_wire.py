@@ -16,19 +16,22 @@ from typing import Any, cast, get_args, get_type_hints
 import pytest
 
 from kvcover.real_backend.driver import wire
-from kvcover.real_backend.driver.reports import Admission, Escaped, Forward, Post, RankReport, StepReport
+from kvcover.real_backend.driver.reports import Answer, Escaped, Planned, Post, RankReport, SchedulerReport, StepReport, Updated
 from kvcover.real_backend.driver.spool import Spool
 from kvcover.real_backend.driver.wire import Wire, decode, encode
 from kvcover.real_backend.tiers.meeting import newcomers
 from kvcover.sim.cache.ledger import Count
 from kvcover.sim.cache.wrong import WrongCells
-from kvcover.sim.results.record import LegReads
+from kvcover.sim.results.record import KeyRead, LegReads
 
 VALUES: list[Any] = [
     None, True, -1, 1 << 80, 1.5, "text", b"\x00bytes", [1, [2]], (1, (2,)), {3, 4}, frozenset({"a"}), {}, {1: "one", (2, 3): None},
-    ("step", (7, Forward({0: 4096}, (1,)))), StepReport({"a"}, set(), {"b"}, {9}, Escaped("P0", "call", "KeyError", "x")),
-    RankReport("P0", ((5, {"type": "remote_blocks"}),), (Post(1, "write", "D0", 0, 1),), {"k": ((1, 2),)}), Admission(1, True, 5),
-    Count(1, 2, 3), RankReport("D0", wrong=(WrongCells("D0", 0, {"stale": 2}, ["a cell"]),)),
+    ("step", (7, (1,), {0: ((1, 2), (0, 3))})), StepReport({"a"}, set(), {"b"}, {9}, Escaped("P0", "call", "KeyError", "x")),
+    RankReport("P0", ((5, {"type": "remote_blocks"}),), (Post(1, "write", "D0", 0, 1),), {"k": ((1, 2),)},
+               wrong=(WrongCells("D0", 0, {"partial": 1}, ["D0 layer 0"]),)),
+    SchedulerReport("P", {0: LegReads((KeyRead("tp_size", "a.py", 3, "f", "x", "get", True),), ("a.py:4",))}),
+    Planned(7, {"a": 16}, {"a": "RUNNING"}, {"a": ((1, 2),)}, {"a": 31}), Count(1, 2, 3),
+    Updated(frozenset({"a"}), frozenset(), frozenset({9}), (Answer("a", "length", {"tp_size": 1}),), {}),
 ]  # fmt: skip
 
 

@@ -119,7 +119,7 @@ def planned(text: str, tmp_path: Path, requests: int = 3) -> Injection:
         endpoint=lambda _role: SimpleNamespace(rank_name=lambda _dp, tp: f"D{tp}"),
     )
     made = Injection(trial, "prefill", 0, "P0", {})
-    made.cell_of = lambda address: (0, address)  # type: ignore[method-assign]
+    made.cell_of = lambda address, at_ns=None: (0, address)  # type: ignore[method-assign]
     return made
 
 

@@ -30,7 +30,7 @@ def told(change: Change, **fields: Any) -> WrongCells:
     (cells,) = cells_of(trial, "decode", 1)
     views = [cells.view(np.zeros(int(np.prod(cells.memory()[0])), dtype=np.int32)) for _ in range(2)]
     for layer, view in enumerate(views):
-        cells.fill(view, layer, 0, BLOCKS)
+        cells.fill(view, layer, 0, BLOCKS, range(32))
     assert cells.wrong(views, 0, BLOCKS) == []
     change(cells, views[0])
     wrong = cells.wrong(views, 0, BLOCKS)
