@@ -29,6 +29,8 @@ from kvcover.real_backend.driver.reports import Escaped, Forward, Post, RankRepo
 from kvcover.real_backend.driver.trial import Role, Trial
 from kvcover.real_backend.inside.cells import TAG_BYTES, Cells, LayerView, cells_of
 from kvcover.real_backend.inside.injection import Injection
+from kvcover.real_backend.inside.mori_kind import landed_ns, slow_down
+from kvcover.real_backend.inside.posts import record_posts
 from kvcover.real_backend.inside.raising import escaped, raised_by
 from kvcover.real_backend.inside.vllm_setup import (
     EngineConfig,
@@ -69,7 +71,8 @@ class Worker:
         self._doing = "starting"
         self._main = threading.get_ident()
         mori_io: Any = importlib.import_module("mori.io")
-        mori_io.completion_delay_s = trial.completion_delay_s
+        slow_down(mori_io, trial.completion_delay_s)
+        record_posts(mori_io)  # below the faults, which are put in place next: what is recorded is what was posted
         self._injection.wrap_sockets()
         self._injection.wrap_transfers()
         self._join_group(rendezvous)
@@ -283,7 +286,7 @@ class _Watch:
         for post in list(importlib.import_module("mori.io").IOEngine.posted):
             error = "" if post.status.Succeeded() else str(post.status.Message() or "not complete")
             peer = self._injection.peer_of(post.remote_engine)
-            done_ns = getattr(post.status, "done_ns", 0)
+            done_ns = 0 if error else landed_ns(post.status, post.local, post.at_ns)
             batches.append(self._injection.batch(post.at_ns, post.kind, peer, post.local, error, done_ns=done_ns))
             if post.kind == "write" and not error:
                 wrote[post.remote_engine] += post.remote_ranges
