@@ -20,8 +20,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
-from kvcover.real_backend.machine import mori
 from kvcover.real_backend.machine.imports import NAMES, broken
+from kvcover.real_backend.machine.mori import NEWEST as NEWEST_MORI
+from kvcover.real_backend.machine.mori import added, missing
 from kvcover.real_backend.machine.room import lacks
 from kvcover.real_backend.machine.trees import cache, installed, trees
 from kvcover.sim.errors import InputError, TierError
@@ -228,13 +229,13 @@ def _room(place: Place) -> Iterator[Look]:
 
 def _mori_library(place: Place) -> Iterator[Look]:
     """AMD's own mori.io for `--mori`: nothing needs it, and the connector tier takes it only where it is asked for."""
-    here = [each.version for each in mori.added()]
+    here = [each.version for each in added()]
     if here:
         yield Look("mori library", "ok", f"{', '.join(here)} over a software NIC, for --mori")
-    elif lacks := mori.missing():
-        yield Look("mori library", "unknown", f"none; building it needs {lacks}")
+    elif needs := missing():
+        yield Look("mori library", "unknown", f"none; building it needs {needs}")
     else:
-        yield Look("mori library", "unknown", "none", f"kvcover mori add {mori.NEWEST}, for --mori library")
+        yield Look("mori library", "unknown", "none", f"kvcover mori add {NEWEST_MORI}, for --mori library")
 
 
 def _rocm(place: Place) -> Iterator[Look]:

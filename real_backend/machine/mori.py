@@ -174,8 +174,8 @@ def add(version: str, say: Callable[[str], None]) -> Added:
 
 def _fetch(version: str, work: Path, place: str, say: Callable[[str], None]) -> Path:
     say(f"fetching the wheel of amd-mori {version} (about 10 MB)")
-    command = launch.python("-m", "pip", "download", "--no-deps", "--disable-pip-version-check", "--no-input", "--progress-bar", "off",
-                            "--python-version", "3.10", "--platform", "manylinux_2_35_x86_64", "--only-binary", ":all:",
+    command = launch.python("-m", "pip", "download", "--no-deps", "--disable-pip-version-check", "--no-input",
+                            "--progress-bar", "off", "--python-version", "3.10", "--platform", "manylinux_2_35_x86_64", "--only-binary", ":all:",
                             "--dest", str(work / "wheel"), f"amd-mori=={version}")  # fmt: skip
     code, lines = run_logged(command, launch.environment(TMPDIR=str(work)), work)
     if code:

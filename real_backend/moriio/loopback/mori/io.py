@@ -105,7 +105,7 @@ class MemoryDesc(_Packed):
     size: int
     loc: MemoryLocationType | int
     ipc_handle: bytes = b""
-    """How a peer opens it if it is a GPU's memory; of host memory the address, there, of a byte that is 1 while it is registered."""
+    """How a peer opens a GPU's memory; of host memory the address, there, of a byte that is 1 while it is registered."""
 
     @staticmethod
     def unpack(data: bytes) -> MemoryDesc:
@@ -229,7 +229,7 @@ class IOEngine:
         return MemoryDesc(self._desc.key, memory_id, *place, device.export(region))
 
     def deregister_memory(self, mem_desc: MemoryDesc) -> None:
-        """Take a region back: whoever still moves bytes from or to it loses its queue pair. Of a GPU's memory nothing is tracked."""
+        """Take a region back: whoever moves bytes from or to it then loses its queue pair. Of a GPU's memory nothing is kept."""
         if flag := self._registered.get(mem_desc.id):
             flag.value = 0
 
@@ -242,9 +242,8 @@ class IOEngine:
         if not self._backends or peer is None:
             return None
         queue_pair = self._queue_pairs.setdefault(remote_mem.engine_key, _QueuePair(peer.pid))
-        return IOEngineSession(
-            local_mem, remote_mem, queue_pair, self._registered.get(local_mem.id), self._on_gpu.get(local_mem.id)
-        )
+        here = self._registered.get(local_mem.id), self._on_gpu.get(local_mem.id)
+        return IOEngineSession(local_mem, remote_mem, queue_pair, *here)
 
     def allocate_transfer_uid(self) -> int:
         """Return a number that names one transfer of this engine."""
