@@ -174,9 +174,10 @@ def add(version: str, say: Callable[[str], None]) -> Added:
 
 def _fetch(version: str, work: Path, place: str, say: Callable[[str], None]) -> Path:
     say(f"fetching the wheel of amd-mori {version} (about 10 MB)")
-    command = launch.python("-m", "pip", "download", "--no-deps", "--disable-pip-version-check", "--no-input",
-                            "--progress-bar", "off", "--python-version", "3.10", "--platform", "manylinux_2_35_x86_64", "--only-binary", ":all:",
-                            "--dest", str(work / "wheel"), f"amd-mori=={version}")  # fmt: skip
+    quiet = ("--disable-pip-version-check", "--no-input", "--progress-bar", "off")
+    which = ("--python-version", "3.10", "--platform", "manylinux_2_35_x86_64", "--only-binary", ":all:")
+    target = ("--no-deps", "--dest", str(work / "wheel"), f"amd-mori=={version}")
+    command = launch.python("-m", "pip", "download", *quiet, *which, *target)
     code, lines = run_logged(command, launch.environment(TMPDIR=str(work)), work)
     if code:
         raise pip_error(
