@@ -136,6 +136,12 @@ class _Body:
     def unpack(self, kind: str, data: bytes) -> None:
         getattr(self.io, kind).unpack(data)
 
+    def cpu_s(self, seconds: float) -> float:
+        """Seconds of a core that this process takes while it does nothing for so long."""
+        before = time.process_time()
+        time.sleep(seconds)
+        return time.process_time() - before
+
     def codes(self) -> dict[str, Any]:
         """How the enumeration of codes behaves."""
         codes = self.io.StatusCode

@@ -133,7 +133,7 @@ def test_another_wheel_than_the_known_one_is_refused_and_leaves_nothing(
 
 def test_no_network_is_one_line(cache: Path, buildable: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mori, "run_logged", lambda *_args: (1, ["NewConnectionError: Temporary failure in name resolution"]))
-    with pytest.raises(InputError, match="mori add 1.2.4: the package index can't be reached"):
+    with pytest.raises(InputError, match=r"mori add 1\.2\.4: the package index can't be reached"):
         mori.add("1.2.4", lambda _line: None)
 
 

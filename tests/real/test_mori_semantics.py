@@ -16,7 +16,7 @@ from kvcover.real_backend.inside.vllm_setup import LOOPBACK
 from kvcover.real_backend.machine import mori
 from tests.real.mori_rank import SIZE, Rank
 
-pytestmark = pytest.mark.vllm
+pytestmark = pytest.mark.mori
 PATTERN = bytes(index % 251 for index in range(SIZE))
 FLUSHED = ("ERR_RDMA_OP", "Work Request Flushed Error")
 KINDS = ("stand-in", *([each.version for each in mori.added()] or ["library"]))
@@ -25,6 +25,7 @@ _keys = itertools.count()
 
 def folder_of(kind: str) -> Path:
     if kind == "stand-in":
+        pytest.importorskip("msgpack", reason="NOT RUN: the stand-in needs msgpack")
         return LOOPBACK
     for each in mori.added():
         if each.version == kind:
@@ -147,6 +148,13 @@ def test_no_session_without_a_backend_or_with_a_stranger(ranks: tuple[Rank, Rank
     me.ask("open", f"prefill:{next(_keys)}:h:1:tp0:dp0", bytes(SIZE), False)
     me.ask("meet", theirs)
     assert me.ask("pair", region) is False
+
+
+@pytest.mark.parametrize("connected", [False, True])
+def test_an_idle_rank_leaves_its_core_alone(pair: Pair, connected: bool) -> None:
+    if connected:
+        assert pair.read_ten()[0] == "SUCCESS"
+    assert pair.me.ask("cpu_s", 2.0) < 0.1
 
 
 # -- a queue pair that is dead -----------------------------------------------------------------------------------
