@@ -31,8 +31,8 @@ def command(release: str, vllm: str | None, mori: str | None, as_json: bool) -> 
     Exit code 1 if a test failed, 3 if none passed. Needs the connector and test extras.
     """
     from kvcover.real_backend.machine.mori import chosen
-    from kvcover.sim.results.result import real_mori
     from kvcover.real_backend.machine.vllm_tests import find_tree, run_tests
+    from kvcover.sim.results.result import real_mori
 
     choose_mori(load_tier("connector"), mori)
     library = chosen()
