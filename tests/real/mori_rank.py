@@ -126,7 +126,7 @@ class _Body:
         return bool(self.session.alive())
 
     def content(self, start: int, size: int) -> bytes:
-        return bytes(self.tensor.memory[start : start + size])
+        return self.tensor.memory.raw[start : start + size]
 
     def numbers(self) -> tuple[int, int, int, bool]:
         """Of the region, of the first two transfers, and whether the engine says which port it took."""

@@ -11,6 +11,7 @@ see `device.py`.
 
 from __future__ import annotations
 
+import operator
 import os
 import socket
 import struct
@@ -110,8 +111,8 @@ class MemoryDesc(_Packed):
     @staticmethod
     def unpack(data: bytes) -> MemoryDesc:
         """Read the wire form. Raises RuntimeError for what is none."""
-        values = _unpacked(data, 7)
-        return MemoryDesc(*values[:6], MemoryLocationType(values[6]), *values[7:])
+        key, number, device, bus, address, size, place, *handle = _unpacked(data, 7)
+        return MemoryDesc(key, number, device, bus, address, size, MemoryLocationType(place), handle[0] if handle else b"")
 
 
 @dataclass(frozen=True, slots=True)
@@ -385,7 +386,6 @@ class IOEngineSession:
 
 def _refuse_other_numbers(*lists: Sequence[int]) -> None:
     """Raise TypeError for what is no unsigned integer of 64 bits: the real binding refuses the call itself."""
-    if not all(isinstance(each, int) or hasattr(each, "__index__") for numbers in lists for each in numbers):
-        raise TypeError("incompatible function arguments: offsets and sizes are integers")
-    if not all(0 <= each < 2**64 for numbers in lists for each in numbers):
+    numbers = [operator.index(each) for one in lists for each in one]
+    if not all(0 <= each < 2**64 for each in numbers):
         raise TypeError("incompatible function arguments: offsets and sizes are unsigned, of 64 bits")
