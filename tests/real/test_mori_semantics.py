@@ -112,8 +112,11 @@ def test_numbers_that_are_no_offsets_are_a_type_error(pair: Pair, lists: Any) ->
     assert str(pair.post("read", *lists)).startswith("TypeError")
 
 
-def test_waiting_goes_on_after_a_failure_and_gives_the_first_error(pair: Pair) -> None:
+def test_waiting_goes_on_after_a_failure_and_gives_the_first_error(pair: Pair, folder: Path) -> None:
     good, bad = ([0], [0], [10]), ([0], [SIZE], [10])
+    if folder.name.startswith("1.1."):  # the connector polls there, as it does where it finds no wait_all
+        assert pair.me.ask("wait", [good]) == "AttributeError: 'IOEngine' object has no attribute 'wait_all'"
+        return
     assert pair.me.ask("wait", [good, bad]) == "ERR_INVALID_ARGS"
     assert pair.me.ask("wait", [good, good]) == pair.me.ask("wait", []) == "SUCCESS"
     assert pair.me.ask("wait_for_none_posted") == ("INIT", True)
@@ -140,14 +143,24 @@ def test_what_is_no_description_is_an_error(pair: Pair, kind: str, data: bytes) 
     assert str(pair.me.ask("unpack", kind, data)).startswith("RuntimeError")
 
 
-def test_no_session_without_a_backend_or_with_a_stranger(ranks: tuple[Rank, Rank]) -> None:
+def test_no_session_without_a_backend(ranks: tuple[Rank, Rank]) -> None:
     me, peer = ranks
     theirs, region = peer.ask("open", f"decode:{next(_keys)}:h:1:tp0:dp0", PATTERN)
-    me.ask("open", f"prefill:{next(_keys)}:h:1:tp0:dp0", bytes(SIZE))
-    assert me.ask("pair", region) is False
     me.ask("open", f"prefill:{next(_keys)}:h:1:tp0:dp0", bytes(SIZE), False)
     me.ask("meet", theirs)
     assert me.ask("pair", region) is False
+
+
+def test_no_session_with_a_stranger(folder: Path, ranks: tuple[Rank, Rank]) -> None:
+    me = Rank(folder)
+    _, region = ranks[1].ask("open", f"decode:{next(_keys)}:h:1:tp0:dp0", PATTERN)
+    me.ask("open", f"prefill:{next(_keys)}:h:1:tp0:dp0", bytes(SIZE))
+    if folder.name.startswith("1.1."):
+        with pytest.raises(EOFError):  # that version ends the process
+            me.ask("pair", region)
+    else:
+        assert me.ask("pair", region) is False
+    me.kill()
 
 
 @pytest.mark.parametrize("connected", [False, True])
@@ -167,18 +180,24 @@ def is_dead(pair: Pair) -> None:
     assert pair.read_ten() == FLUSHED
 
 
-def test_memory_that_its_owner_took_back_kills_the_queue_pair(pair: Pair) -> None:
+def test_memory_that_its_owner_took_back_kills_the_queue_pair(pair: Pair, folder: Path) -> None:
     assert pair.read_ten()[0] == "SUCCESS"
     pair.peer.ask("deregister")
     code, text = pair.read_ten()
+    if folder.name.startswith("1.1."):  # that version takes nothing back
+        assert code == "SUCCESS"
+        return
     assert code == "ERR_RDMA_OP" and text.startswith("remote access error")
     is_dead(pair)
 
 
-def test_own_memory_that_was_taken_back_kills_the_queue_pair(pair: Pair) -> None:
+def test_own_memory_that_was_taken_back_kills_the_queue_pair(pair: Pair, folder: Path) -> None:
     assert pair.read_ten()[0] == "SUCCESS"
     pair.me.ask("deregister")
     code, text = pair.read_ten()
+    if folder.name.startswith("1.1."):
+        assert code == "SUCCESS"
+        return
     assert code == "ERR_RDMA_OP" and text.startswith("local protection error")
     assert pair.read_ten() == FLUSHED
 
