@@ -39,6 +39,7 @@ COMMANDS = {
     "export-test": "kvcover.sim.commands.export_test:command",
     "replay": "kvcover.sim.commands.replay:command",
     "vllm": "kvcover.real_backend.commands.vllm:command",
+    "mori": "kvcover.real_backend.commands.mori:command",
     "vllm-tests": "kvcover.real_backend.commands.vllm_tests:command",
     "confirm": "kvcover.real_backend.commands.confirm:command",
     "compare": "kvcover.real_backend.commands.compare:command",

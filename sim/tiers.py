@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from kvcover.sim.results.result import Result
     from kvcover.sim.scenario.scenario import Scenario
 
+MORI = "KVCOVER_MORI"
+"""Which `mori.io` a tier that takes one runs: stand-in, library or a version."""
 TIERS = {
     "model": "kvcover.sim.simulate:model_tier",
     "connector": "kvcover.real_backend.tiers.connector:connector_tier",
@@ -32,7 +34,8 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     """What a tier can do, as data.
 
     `faults` are the kinds of fault that it can inject. `features` are those of the swarm whose draws it can act on (None: all),
-    `pins` the fields that whatever is drawn for it must have. `takes_vllm`: it runs the vLLM that `--vllm` names.
+    `pins` the fields that whatever is drawn for it must have. `takes_vllm`: it runs the vLLM that `--vllm` names,
+    `takes_mori`: the `mori.io` that `--mori` names.
     `virtual_time`: its runs have virtual times and a digest, and are the same each time. `policies`: it plays a release by its
     policies, of which any can be exchanged. `hardware`: it needs GPUs and their links to itself.
     """
@@ -41,6 +44,7 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     features: tuple[str, ...] | None = None
     pins: Mapping[str, Any] = {}
     takes_vllm: bool = False
+    takes_mori: bool = False
     virtual_time: bool = False
     policies: bool = False
     hardware: bool = False
@@ -174,6 +178,7 @@ def injecting(kind: str) -> list[str]:
 # What an option of a command asks of the tier, and what a tier lacks that can't use it.
 _OPTIONS: dict[str, tuple[Callable[[Capabilities], bool], str]] = {
     "--vllm": (lambda can: can.takes_vllm, "runs no vLLM"),
+    "--mori": (lambda can: can.takes_mori, "runs no mori.io of yours"),
     "--causes": (lambda can: can.policies, "has no policies to flip; `kvcover why --causes` flips the model's"),
     "--verbose": (lambda can: can.takes_vllm, "looks into no connector"),
     "--shrink": (lambda can: can.virtual_time, "gives no two runs that are alike"),

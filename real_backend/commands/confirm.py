@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from kvcover.sim.commands.options import field_options, scenario_data, sizes
+from kvcover.sim.commands.options import choose_mori, field_options, scenario_data, sizes
 from kvcover.sim.errors import InputError
+from kvcover.sim.tiers import load_tier
 
 if TYPE_CHECKING:
     from kvcover.real_backend.evidence.confirm import Confirmation
@@ -81,6 +82,7 @@ def _two_runs(files: tuple[str, ...], before: str, after: str, options: dict[str
         data = _data(None, options, find_report(options["report"]).scenario)
     else:
         data = _data(files[0] if files else None, options, {})
+    choose_mori(load_tier(options["tier"]), options["mori"])
     planned = confirm.plan(data, before, after, options["tier"])
     planned.check()
     runs = list(zip(planned.scenarios, planned.vllms, strict=True))
@@ -142,8 +144,10 @@ def _evidence(
 
 def _show(done: Confirmation, output: str | None) -> None:
     click.echo(f"{done.verdict}: {done.reason}")
-    mori = (done.before.backend or {}).get("mori")
-    real = f", {mori} mori.io" if mori else ": nothing real ran; --tier connector runs vLLM's own connector"
+    from kvcover.sim.results.result import mori_text
+
+    backend = done.before.backend
+    real = f", {mori_text(backend)}" if backend else ": nothing real ran; --tier connector runs vLLM's own connector"
     click.echo(f"{done.before.tier} tier{real}, scenario sha256 {done.sha256[:16]}")
     for when, result in (("before", done.before), ("after", done.after)):
         click.echo(f"{when:>7}: {result.release}: {result.replay}")

@@ -7,7 +7,8 @@ import json
 
 import click
 
-from kvcover.sim.commands.options import conclude
+from kvcover.sim.commands.options import choose_mori, conclude, mori_option
+from kvcover.sim.tiers import load_tier
 
 
 def _unrun(skipped: int, reasons: dict[str, int]) -> str:
@@ -22,21 +23,27 @@ def _unrun(skipped: int, reasons: dict[str, int]) -> str:
 @click.command("vllm-tests")
 @click.argument("release")
 @click.option("--vllm", metavar="R|PATH|installed", help="vLLM tree to test (default: the one of RELEASE; see `kvcover vllm`).")
+@mori_option
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
-def command(release: str, vllm: str | None, as_json: bool) -> None:
-    """Run vLLM's own MoRI-IO unit tests of RELEASE over the loopback mori.io, and count what passed.
+def command(release: str, vllm: str | None, mori: str | None, as_json: bool) -> None:
+    """Run vLLM's own MoRI-IO unit tests of RELEASE over the loopback mori.io, or what --mori names, and count what passed.
 
     Exit code 1 if a test failed, 3 if none passed. Needs the connector and test extras.
     """
+    from kvcover.real_backend.machine.mori import chosen
     from kvcover.real_backend.machine.vllm_tests import find_tree, run_tests
+    from kvcover.sim.results.result import real_mori
 
+    choose_mori(load_tier("connector"), mori)
+    library = chosen()
     report = run_tests(release, find_tree(release, vllm))
     failed = report.total("failed")
     if as_json:
         totals = {field: report.total(field) for field in ("passed", "failed", "skipped")}
         click.echo(json.dumps(dataclasses.asdict(report) | totals))
     else:
-        click.echo(f"vLLM {release}: its own unit tests of the MoRI-IO connector, over the loopback mori.io")
+        over = real_mori(library.version) if library else "the loopback mori.io"
+        click.echo(f"vLLM {release}: its own unit tests of the MoRI-IO connector, over {over}")
         width = max((len(count.file) for count in report.files), default=0)
         for count in report.files:
             click.echo(f"  {count.file:{width}}  {count.passed:4} passed {count.failed:4} failed {count.skipped:4} skipped")

@@ -42,15 +42,17 @@ _RESTART_LIMIT_S = 10.0
 class Harness:
     """Holds one imported release, or two if the engines differ. `run` any number of trials, from any thread."""
 
-    def __init__(self, tree: Path | None, work: Path, read_abort_s: float = 2.0, decode_tree: Path | None = None) -> None:
+    def __init__(
+        self, tree: Path | None, work: Path, read_abort_s: float = 2.0, decode_tree: Path | None = None, mori: Path | None = None
+    ) -> None:
         """Start importing vLLM from `tree` (None: the installed one); decode's comes from `decode_tree` if that is given.
 
-        `work` takes generated model folders and the processes' logs.
+        `work` takes generated model folders and the processes' logs. `mori` holds a real `mori.io`; None is the stand-in.
         """
         self._work = work
         self._runs = itertools.count()
-        first = TreeServer(tree, work, read_abort_s)
-        second = first if decode_tree is None or decode_tree == tree else TreeServer(decode_tree, work, read_abort_s)
+        first = TreeServer(tree, work, read_abort_s, mori)
+        second = first if decode_tree in (None, tree) else TreeServer(decode_tree, work, read_abort_s, mori)
         self._servers: dict[Role, TreeServer] = {"prefill": first, "decode": second}
 
     def __enter__(self) -> Harness:

@@ -86,8 +86,8 @@ class ProcessDied(RuntimeError):
 class TreeServer:
     """One process that has imported one vLLM tree. `info` says what it holds; safe to use from several threads."""
 
-    def __init__(self, tree: Path | None, work: Path, read_abort_s: float = 2.0) -> None:
-        """Start it; `tree` None means the vLLM that is installed. `await_ready` must come before anything else."""
+    def __init__(self, tree: Path | None, work: Path, read_abort_s: float = 2.0, mori: Path | None = None) -> None:
+        """Start it; `tree` None means the vLLM that is installed, `mori` None the stand-in. `await_ready` must come first."""
         self.label = str(tree) if tree else "the installed vLLM"
         self.info: dict[str, Any] = {}
         self._lock = threading.Lock()
@@ -101,7 +101,7 @@ class TreeServer:
         end.close()
         self._process = self._launched.process
         self._close = weakref.finalize(self, _end_server, self._launched, self._pipe)
-        self._pipe.send((tree, work, read_abort_s, device()))
+        self._pipe.send((tree, work, read_abort_s, device(), mori))
 
     def await_ready(self) -> None:
         """Wait until vLLM is imported. Raises TierError if it can't be."""

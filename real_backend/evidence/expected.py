@@ -14,7 +14,7 @@ import msgspec
 from kvcover.real_backend.evidence.reading import ran
 from kvcover.sim.errors import InputError, nearest, short
 from kvcover.sim.releases.records import ALIASES, RELEASES
-from kvcover.sim.results.result import GOOD, RankCoverage, Result
+from kvcover.sim.results.result import GOOD, RankCoverage, Result, on_one_machine
 from kvcover.sim.scenario.scenario import Expect, Scenario, Timers, build
 from kvcover.sim.search.corpus import PublicReport, cases, load_corpus, select, spans
 from kvcover.sim.search.explore_tier import plays
@@ -46,7 +46,7 @@ def by_model(result: Result) -> Expected:
     """What the model of the release makes of the scenario that a result of any tier is of."""
     scenario = build(result.scenario or {})
     backend = result.backend or {}
-    if backend.get("mori") == "loopback":  # bytes are there when a batch is posted
+    if on_one_machine(result):  # bytes are there when a batch is posted, or as good as that
         scenario = msgspec.structs.replace(scenario, fabric="loopback")
     if timers := backend.get("timers_s"):  # set small, for a run to end soon
         own = {f"{name}_s": float(value) for name, value in timers.items()}

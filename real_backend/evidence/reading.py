@@ -18,7 +18,7 @@ from kvcover.sim.errors import InputError, short
 from kvcover.sim.releases.records import ALIASES
 from kvcover.sim.results.checkers import CHECKERS
 from kvcover.sim.results.read import read_result
-from kvcover.sim.results.result import OUTCOMES, RankCoverage, Result, worst
+from kvcover.sim.results.result import OUTCOMES, RankCoverage, Result, on_one_machine, worst
 from kvcover.sim.scenario.scenario import build
 from kvcover.sim.scenario.setup import Setup, resolve
 from kvcover.sim.simulate import replay_line, run
@@ -198,7 +198,7 @@ def _of_real(result: Result, setup: Setup) -> Iterator[Contradiction]:
         return
     if f" --tier {result.tier}" not in result.replay:
         yield f"its replay line is not of the {result.tier} tier"
-    if (result.tier == "connector") != (backend.get("mori") == "loopback"):
+    if (result.tier == "connector") != on_one_machine(result):
         yield f"it is of the {result.tier} tier, and its mori.io was {short(backend.get('mori'))}"
     rules = {"prefill": setup.prefill.release.name, "decode": setup.decode.release.name}
     for side, said in (("prefill", result.release), ("decode", result.decode_release)):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from kvcover.sim.results.result import RankCoverage, Result
+from kvcover.sim.results.result import RankCoverage, Result, mori_text
 from kvcover.sim.results.show import fraction
 
 _MOST_RANKS = 16
@@ -55,7 +55,9 @@ def _code(result: Result) -> str:
 
 def _tier(result: Result) -> str:
     backend = result.backend or {}
-    more = [f"mori.io: {backend['mori']}"] if backend.get("mori") else []
+    more = [mori_text(backend)] if backend.get("mori") else []
+    if shown := backend.get("mori_does_not_show"):
+        more.append(f"which does not show {', '.join(shown)}")
     more += [_device(backend)] if backend.get("device", "cpu") != "cpu" else []
     more += [f"self-test {backend['self_test']}"] if backend.get("self_test") else []
     more += [str(backend["date"])] if backend.get("date") else []

@@ -107,16 +107,16 @@ class _Server:
 def main() -> None:
     """Import vLLM, say what it is, then serve until the driver goes."""
     pipe = Connection(int(sys.argv[1]))
-    tree, work, read_abort_s, device = pipe.recv()
+    tree, work, read_abort_s, device, mori = pipe.recv()
     try:
         gpus = gpu_names() if device == "cuda" else []
         if device == "cuda" and not gpus:
             pipe.send(("no GPU", "torch sees none on this machine"))
             return
-        prepare(tree, read_abort_s, device)
+        prepare(tree, read_abort_s, device, mori)
         import_ahead()
         device_names = {"device": f"cuda: {', '.join(gpus)}"} if gpus else {}
-        pipe.send(("ready", describe(tree) | device_names | {"pid": os.getpid()}))
+        pipe.send(("ready", describe(tree, mori) | device_names | {"pid": os.getpid()}))
     except BaseException as error:
         traceback.print_exc()
         pipe.send(("error", f"{type(error).__name__}: {error}"))

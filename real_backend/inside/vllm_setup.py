@@ -19,9 +19,11 @@ from typing import Any
 from kvcover.real_backend.driver.processes import HOST as HOST
 from kvcover.real_backend.driver.processes import Ports
 from kvcover.real_backend.driver.trial import Role, Trial
+from kvcover.real_backend.inside.mori_kind import describe_library
 from kvcover.sim.cache.geometry import Geometry
 from kvcover.sim.cache.layers import Group
 from kvcover.sim.errors import InputError
+from kvcover.sim.results.result import STAND_IN
 
 LOOPBACK = Path(__file__).parents[1] / "moriio" / "loopback"
 MORIIO_FOLDER = "vllm/distributed/kv_transfer/kv_connector/v1/moriio"
@@ -53,8 +55,8 @@ def user_cache() -> Path:
         raise InputError("KVCOVER_CACHE", f"no folder can be told: {error}", "name a folder by all of its path") from None
 
 
-def prepare(tree: Path | None, read_abort_s: float, device: str = "cpu") -> None:
-    """Import vLLM from `tree` in this process, with the stand-in `mori.io`. Call once, before a fork.
+def prepare(tree: Path | None, read_abort_s: float, device: str = "cpu", mori: Path | None = None) -> None:
+    """Import vLLM from `tree` in this process, with the `mori.io` in a folder (None: the stand-in). Call once, before a fork.
 
     On `cpu` it runs on this machine's memory, and doesn't see what GPUs there are. On `cuda` torch's events and streams are
     those of the GPU. `tree` None means the vLLM that is installed.
@@ -63,7 +65,7 @@ def prepare(tree: Path | None, read_abort_s: float, device: str = "cpu") -> None
     """
     if tree is not None and not (tree / MORIIO_FOLDER).is_dir():
         raise FileNotFoundError(f"{tree}: no vLLM source tree with a MoRI-IO connector")
-    paths = [str(LOOPBACK), *([str(tree)] if tree else [])]
+    paths = [*([str(mori)] if mori else []), str(LOOPBACK), *([str(tree)] if tree else [])]
     sys.path[:0] = paths
     os.environ.update(
         # vLLM inspects model classes in a subprocess, which must find the same tree.
@@ -101,8 +103,8 @@ def drop_legacy_timeout() -> None:
         os.environ.pop("VLLM_MORIIO_TRANSFER_TIMEOUT_S", None)
 
 
-def describe(tree: Path | None) -> dict[str, Any]:
-    """Say what was imported: versions, and a hash of the connector's files."""
+def describe(tree: Path | None, mori: Path | None = None) -> dict[str, Any]:
+    """Say what was imported: versions, and a hash of the connector's files. `mori` is the folder of a real `mori.io`."""
     vllm = importlib.import_module("vllm")
     torch: Any = importlib.import_module("torch")
     folder = Path(str(vllm.__file__)).parents[1]
@@ -114,7 +116,7 @@ def describe(tree: Path | None) -> dict[str, Any]:
         "connector_files": connector_files(folder),
         "torch": str(torch.__version__),
         "rocm": getattr(torch.version, "hip", None),
-        "mori": "loopback",
+        **(describe_library(mori) if mori else {"mori": STAND_IN}),
         "head_axis": has_head_axis(),
         "python": sys.version.split()[0],
         "installed": tree is None,

@@ -12,6 +12,7 @@ from typing import Any
 
 from kvcover.real_backend.driver.reports import Escaped, Post, RankReport
 from kvcover.real_backend.inside.injection import Injection
+from kvcover.real_backend.inside.mori_kind import landed_ns
 from kvcover.real_backend.inside.raising import escaped
 
 _MOST_CAUGHT = 50
@@ -51,7 +52,7 @@ class Watch:
         for post in list(importlib.import_module("mori.io").IOEngine.posted):
             error = "" if post.status.Succeeded() else str(post.status.Message() or "not complete")
             peer = self._injection.peer_of(post.remote_engine)
-            done_ns = getattr(post.status, "done_ns", 0)
+            done_ns = 0 if error else landed_ns(post.status, post.local, post.at_ns)
             batches.append(self._injection.batch(post.at_ns, post.kind, peer, post.local, error, done_ns=done_ns))
             if post.kind == "write" and not error:
                 wrote[post.remote_engine] += post.remote_ranges

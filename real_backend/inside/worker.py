@@ -29,6 +29,8 @@ from kvcover.real_backend.driver.trial import BlockTables, Role, Trial
 from kvcover.real_backend.inside.batch import Batch, Chunk
 from kvcover.real_backend.inside.cells import TAG_BYTES, Cells, LayerView, cells_of
 from kvcover.real_backend.inside.injection import Injection
+from kvcover.real_backend.inside.mori_kind import slow_down
+from kvcover.real_backend.inside.posts import record_posts
 from kvcover.real_backend.inside.raising import raised_by
 from kvcover.real_backend.inside.vllm_setup import (
     EngineConfig,
@@ -72,7 +74,8 @@ class Worker:
         self._doing = "starting"
         self._main = threading.get_ident()
         mori_io: Any = importlib.import_module("mori.io")
-        mori_io.completion_delay_s = trial.completion_delay_s
+        slow_down(mori_io, trial.completion_delay_s)
+        record_posts(mori_io)  # below the faults, which are put in place next: what is recorded is what was posted
         self._injection.wrap_sockets()
         self._injection.wrap_transfers()
         self._join_group(rendezvous)

@@ -21,6 +21,8 @@ from pathlib import Path
 from typing import Literal
 
 from kvcover.real_backend.machine.imports import NAMES, broken
+from kvcover.real_backend.machine.mori import NEWEST as NEWEST_MORI
+from kvcover.real_backend.machine.mori import added, missing
 from kvcover.real_backend.machine.room import lacks
 from kvcover.real_backend.machine.trees import cache, installed, trees
 from kvcover.sim.errors import InputError, TierError
@@ -225,6 +227,17 @@ def _room(place: Place) -> Iterator[Look]:
         yield Look("room", "ok", "files, tasks, addresses and shared memory for a run", tiers=_LOOPBACK)
 
 
+def _mori_library(place: Place) -> Iterator[Look]:
+    """AMD's own mori.io for `--mori`: nothing needs it, and the connector tier takes it only where it is asked for."""
+    here = [each.version for each in added()]
+    if here:
+        yield Look("mori library", "ok", f"{', '.join(here)} over a software NIC, for --mori")
+    elif needs := missing():
+        yield Look("mori library", "unknown", f"none; building it needs {needs}")
+    else:
+        yield Look("mori library", "unknown", "none", f"kvcover mori add {NEWEST_MORI}, for --mori library")
+
+
 def _rocm(place: Place) -> Iterator[Look]:
     for base in ("opt/rocm", *(str(path.relative_to(place.root)) for path in sorted(place.root.glob("opt/rocm-*")))):
         version = place.read(f"{base}/.info/version")
@@ -368,6 +381,7 @@ CHECKS: tuple[Callable[[Place], Iterator[Look]], ...] = (
     _yama,
     _ports,
     _room,
+    _mori_library,
     _rocm,
     _gpu,
     _torch_rocm,

@@ -7,22 +7,20 @@ A release is installed without kernels into a cache of the user's (`$KVCOVER_CAC
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import importlib.metadata
 import importlib.util
 import json
 import os
 import re
 import shutil
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from kvcover.real_backend.inside.vllm_setup import MORIIO_FOLDER, connector_files, tree_version, user_cache, version_file
+from kvcover.real_backend.machine.adding import locked, pip_error, run_logged
 from kvcover.real_backend.machine.identity import Identity, identify, number_of
 from kvcover.sim import launch
 from kvcover.sim.errors import InputError, TierError, short
@@ -30,10 +28,8 @@ from kvcover.sim.releases.records import ALIASES, NEWEST, RELEASES
 
 _BUILD_NEEDS = ("torch", "setuptools", "setuptools_scm", "setuptools_rust", "wheel", "jinja2", "packaging")
 _RUN_NEEDS = ("torch", "zmq", "msgpack", "transformers", "pydantic", "numpy")
-_NO_NETWORK = ("name resolution", "Connection", "Network is unreachable", "ProxyError", "timed out", "Max retries")
 _TOLD = re.compile(r"^\s*(Collecting|Downloading|Using cached|Preparing|Building|Created|Installing|Successfully)")
 _RELEASE = re.compile(r"\d+\.\d+\.\d+\w*")
-_RAISED = re.compile(r"\s*[A-Z]\w*(Error|Exception)\b: ")
 _EXTRA = "pip install 'kvcover[connector]'"
 
 
@@ -235,7 +231,7 @@ def add_release(release: str, say: Callable[[str], None]) -> Tree:
     except OSError as error:
         raise InputError(place, f"can't make {str(home)!r}: {error.strerror}", "set KVCOVER_CACHE to a folder of yours") from None
     final, partial = home / release, home / f".partial-{release}"
-    with _locked(home / f".lock-{release}", place):
+    with locked(home / f".lock-{release}", place):
         if (final / MORIIO_FOLDER).is_dir():
             say(f"vLLM {release} is there already: {final}")
             return _tree(final, release, "cache")
@@ -265,38 +261,15 @@ def _pip(release: str, target: Path, place: str, say: Callable[[str], None]) -> 
                             f"vllm=={release}")  # fmt: skip
     own = launch.environment(VLLM_VERSION_OVERRIDE=release, VLLM_TARGET_DEVICE="empty", TMPDIR=str(target.parent))
     started = time.monotonic()
-    tail: list[str] = []
+
+    def hear(line: str) -> None:
+        if _TOLD.match(line):
+            say(f"{time.monotonic() - started:4.0f} s  {line.strip()[:100]}")
+
     say(f"installing vLLM {release} without kernels (about 80 MB, half a minute)")
-    pipe, same = subprocess.PIPE, subprocess.STDOUT
-    with launch.Launched(command, env=own, folder=target.parent, stdout=pipe, stderr=same) as pip:
-        assert pip.process.stdout is not None
-        for each in pip.process.stdout:
-            line = each.decode(errors="replace")
-            tail = [*tail[-200:], line.rstrip()]
-            if _TOLD.match(line):
-                say(f"{time.monotonic() - started:4.0f} s  {line.strip()[:100]}")
-        pip.process.wait()
-    if pip.process.returncode:
-        text = "\n".join(tail)
-        if any(sign in text for sign in _NO_NETWORK) and "No matching distribution" not in text.split("ERROR")[0]:
-            raise InputError(place, "the package index can't be reached", "connect, or give the path of a working copy")
-        if "No matching distribution" in text:
-            raise InputError(place, f"the package index has no source of vLLM {release}", "see `kvcover releases`")
-        if "No space left on device" in text:
-            raise InputError(place, "the disk is full", "free some, or set KVCOVER_CACHE to a folder with 400 MB of room")
-        raised = [line for line in tail if _RAISED.match(line)]  # what pip says after it is less
-        errors = raised or [line for line in tail if "rror" in line] or tail
-        raise InputError(place, f"pip failed: {errors[-1].strip()[:200] if errors else pip.process.returncode}", f"check {_EXTRA}")
-
-
-@contextmanager
-def _locked(path: Path, place: str) -> Iterator[None]:
-    with path.open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise InputError(place, "another kvcover is adding it now", "wait for it") from None
-        yield
+    code, lines = run_logged(command, own, target.parent, hear)
+    if code:
+        raise pip_error(lines, place, f"source of vLLM {release}", "see `kvcover releases`", f"connect, or check {_EXTRA}")
 
 
 def add_working_copy(path: Path) -> Tree:

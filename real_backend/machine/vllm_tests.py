@@ -1,4 +1,4 @@
-"""vLLM's own unit tests of the MoRI-IO connector, run over the loopback `mori.io`.
+"""vLLM's own unit tests of the MoRI-IO connector, run over the loopback `mori.io` or AMD's own.
 
 The tests are in every release's source distribution, not in its wheels: they are fetched once into the user's cache.
 """
@@ -16,6 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from kvcover.real_backend.inside.vllm_setup import HOST, LOOPBACK
+from kvcover.real_backend.machine.mori import chosen
 from kvcover.real_backend.machine.trees import cache, check_tree, find, refuse_other_release
 from kvcover.sim import launch
 from kvcover.sim.errors import TierError
@@ -130,7 +131,7 @@ def moriio_files(folder: Path) -> list[Path]:
 
 
 def run_tests(release: str, tree: Path) -> Tally:
-    """Run the tests in a process of their own: `tree` is vLLM, `mori.io` the loopback, conftest files are left out.
+    """Run the tests in a process of their own: `tree` is vLLM, `mori.io` what was chosen, conftest files are left out.
 
     Raises TierError if `tree` is no vLLM with this connector, or if something needed is missing.
     """
@@ -155,9 +156,10 @@ def run_tests(release: str, tree: Path) -> Tally:
 
 def _environment(tree: Path, work: Path) -> dict[str, str]:
     kept = {key: value for key, value in launch.environment().items() if key != "PYTEST_ADDOPTS"}
+    library = chosen()
     return kept | {
         "TMPDIR": str(work),
-        "PYTHONPATH": os.pathsep.join((str(LOOPBACK), str(tree.resolve()))),
+        "PYTHONPATH": os.pathsep.join((*([str(library.folder)] if library else []), str(LOOPBACK), str(tree.resolve()))),
         "PYTHONDONTWRITEBYTECODE": "1",
         "OMP_NUM_THREADS": "1",
         "VLLM_HOST_IP": HOST,

@@ -25,6 +25,7 @@ from kvcover.real_backend.driver.harness import Harness
 from kvcover.real_backend.driver.processes import device
 from kvcover.real_backend.driver.reports import RunSeen
 from kvcover.real_backend.driver.trial import ROLES, Limits, Trial
+from kvcover.real_backend.machine import mori
 from kvcover.real_backend.machine.room import check_room
 from kvcover.real_backend.machine.trees import Tree, check_machine, choose, release_of
 from kvcover.real_backend.tiers.declared import DRAWN, INJECTED, PINS, fit
@@ -59,7 +60,7 @@ class ConnectorTier(Tier):
     """Real code, real bytes, the loopback's `mori.io`: what acts on the router's legs, sockets, batches and processes."""
 
     name = "connector"
-    can = Capabilities(faults=INJECTED, features=DRAWN, pins=PINS, takes_vllm=True)
+    can = Capabilities(faults=INJECTED, features=DRAWN, pins=PINS, takes_vllm=True, takes_mori=True)
 
     def fit(self, draft: dict[str, Any]) -> None:
         fit(draft)
@@ -73,12 +74,14 @@ class ConnectorTier(Tier):
         return {f"{side}'s {name}": digest for side, tree in sides for name, digest in tree.files}
 
     def _check(self, scenario: Scenario, vllm: str | None) -> None:
+        mori.chosen()
         _group([scenario], [vllm])
 
     def _run_all(
         self, scenarios: Sequence[Scenario], vllms: Sequence[str | None], keep_errors: bool, pace: Pace
     ) -> Sequence[Result | TierError]:
         check_machine()
+        mori.chosen()  # what is not there is said before anything starts
         groups = _group(scenarios, vllms)
         _check_room([trial for group in groups for trial in group.trials.values()])
         results: dict[int, Result | TierError] = {}
@@ -134,8 +137,13 @@ def as_trees(scenario: Scenario, trees: tuple[Tree, Tree]) -> Scenario:
 
 def _start(group: _Shared, work: Path) -> Harness:
     folder = Path(tempfile.mkdtemp(dir=work))
+    library = mori.chosen()
     return Harness(
-        group.trees[0].path, folder, group.read_abort_s, group.trees[1].path if group.trees[1] != group.trees[0] else None
+        group.trees[0].path,
+        folder,
+        group.read_abort_s,
+        group.trees[1].path if group.trees[1] != group.trees[0] else None,
+        library.folder if library else None,
     )
 
 

@@ -12,6 +12,7 @@ import msgspec
 from kvcover.real_backend.driver.race import race_of
 from kvcover.real_backend.driver.reports import RunSeen
 from kvcover.real_backend.driver.trial import Trial
+from kvcover.real_backend.inside.mori_kind import NOT_SHOWN
 from kvcover.real_backend.machine.environment import environment
 from kvcover.real_backend.machine.identity import Identity, identify, number_of
 from kvcover.real_backend.machine.trees import Tree
@@ -20,7 +21,7 @@ from kvcover.sim.results.chains import span
 from kvcover.sim.results.depart import steps_of
 from kvcover.sim.results.judge import judge
 from kvcover.sim.results.keys import tell_keys
-from kvcover.sim.results.result import Result
+from kvcover.sim.results.result import STAND_IN, Result
 from kvcover.sim.results.story import story
 from kvcover.sim.simulate import replay_line
 
@@ -43,6 +44,7 @@ def to_result(
         virtual_ns=None,
         seconds=seen.seconds,
         replay=f"{ON_GPU if _device(infos) == 'cuda' else ''}{replay_line(setup.scenario)} --tier connector"
+        + (f" --mori {infos[0]['mori_version']}" if infos[0]["mori"] != STAND_IN else "")
         + (f" --vllm {vllm}" if vllm else ""),
         backend=_backend(trial, seen, infos),
     )
@@ -75,7 +77,7 @@ def _backend(trial: Trial, seen: RunSeen, infos: tuple[dict[str, Any], dict[str,
     )
     race = race_of(trial, seen)
     return {
-        "mori": "loopback",
+        **_mori(infos),
         "device": _device(infos),
         "cells": "tagged 4-byte values",
         "layer_collectives": True,
@@ -96,6 +98,12 @@ def _backend(trial: Trial, seen: RunSeen, infos: tuple[dict[str, Any], dict[str,
         "events": msgspec.to_builtins(steps_of(seen.record.history.rows)),
         "log_tail": _log(seen),
     }
+
+
+def _mori(infos: tuple[dict[str, Any], dict[str, Any]]) -> dict[str, Any]:
+    """Which `mori.io` moved the bytes and, of a real one, what its software NIC leaves open."""
+    name = str(infos[0]["mori"])
+    return {"mori": name} if name == STAND_IN else {"mori": name, "mori_does_not_show": list(NOT_SHOWN)}
 
 
 def _device(infos: tuple[dict[str, Any], dict[str, Any]]) -> str:

@@ -15,7 +15,7 @@ from kvcover.sim.commands.gating import (
     show_gate,
     write_junit,
 )
-from kvcover.sim.commands.options import conclude, progress_option, tier_option, write_output
+from kvcover.sim.commands.options import choose_mori, conclude, mori_option, progress_option, tier_option, write_output
 from kvcover.sim.errors import InputError
 
 if TYPE_CHECKING:
@@ -36,6 +36,7 @@ _NAME, _CELL = 19, 6
 @click.option("--release", "releases", multiple=True, metavar="R", help="Only this release. Repeatable.")
 @tier_option()
 @click.option("--vllm", metavar="R|PATH|installed", help="The vLLM that a real tier runs; its release says what is expected.")
+@mori_option
 @baseline_option("Fail only where a run is worse than there: what -o wrote earlier, or a release, run as well.")
 @junit_option
 @progress_option
@@ -47,6 +48,7 @@ def command(
     releases: tuple[str, ...],
     tier: str,
     vllm: str | None,
+    mori: str | None,
     baseline: str | None,
     junit: str | None,
     as_json: bool,
@@ -66,6 +68,7 @@ def command(
     from kvcover.sim.tiers import load_tier
 
     chosen = load_tier(tier)
+    choose_mori(chosen, mori)
     wanted = _wanted(names, releases, vllm, chosen, baseline)
     found = _run(wanted, chosen, vllm, baseline)
     verdicts = found.judged

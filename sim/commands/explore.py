@@ -13,6 +13,7 @@ import click
 from kvcover.sim.commands.gating import baseline_option, check_outputs, junit_option
 from kvcover.sim.commands.options import (
     build_scenario,
+    choose_mori,
     conclude,
     scenario_data,
     scenario_options,
@@ -204,6 +205,7 @@ def _chosen(options: dict[str, Any]) -> Tier:
     jobs = None if options["jobs"] == "all" else options["jobs"]
     asked = {"--vllm": options["vllm"], "--shrink": options["shrinks"], "--dask": options["dask"], "--jobs": jobs}
     refuse_options(tier, asked)
+    choose_mori(tier, options["mori"])
     return tier
 
 
@@ -294,6 +296,8 @@ def _what(tier: Tier, options: dict[str, Any], drawn: dict[str, Any]) -> dict[st
     from kvcover.sim.search.journal import CODE
 
     named: dict[str, Any] = {"tier": tier.name, "vllm": options["vllm"], "baseline": options["baseline"], **drawn}
+    if options["mori"] is not None:
+        named["mori"] = options["mori"]
     if options["vllm"] is not None and options["out"] is not None:
         named[CODE] = tier.code_of(options["vllm"])  # a working copy is edited, and goes by the same name
     plain: dict[str, Any] = json.loads(json.dumps(named))

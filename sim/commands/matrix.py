@@ -17,6 +17,7 @@ from kvcover.sim.commands.gating import (
 )
 from kvcover.sim.commands.options import (
     build_scenario,
+    choose_mori,
     conclude,
     modes_of,
     scenario_data,
@@ -84,7 +85,9 @@ def _run(scenarios: list[Scenario], baseline: str | None, options: dict[str, Any
         refuse_other_matrix(baseline, kept, options["tier"], named)
         stored = dict(kept)
     beside = [] if release is None else [as_baseline(each, release) for each in scenarios]
-    now, stock = run_beside(load_tier(options["tier"]), scenarios, options["vllm"], beside)
+    tier = load_tier(options["tier"])
+    choose_mori(tier, options["mori"])
+    now, stock = run_beside(tier, scenarios, options["vllm"], beside)
     return dict(zip(named, now, strict=True)), stored if release is None else dict(zip(named, stock, strict=True))
 
 

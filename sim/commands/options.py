@@ -12,7 +12,7 @@ import click
 
 from kvcover.sim.errors import InputError, nearest, short
 from kvcover.sim.progress import ASKED
-from kvcover.sim.tiers import TIERS
+from kvcover.sim.tiers import MORI, TIERS, Tier, refuse_options
 
 if TYPE_CHECKING:
     from kvcover.sim.results.depart import Step
@@ -59,9 +59,14 @@ _FIELDS: tuple[Decorator, ...] = (
     click.option("--seed", type=WholeNumber(), metavar="N", help="Decides ties between events of one instant."),
     tier_option(),
 )  # fmt: skip
+_MORI: Decorator = click.option(
+    "--mori", metavar="stand-in|library|VERSION",
+    help="The mori.io of the connector tier: ours (default), or AMD's own over a software NIC; see `kvcover mori`.",
+)  # fmt: skip
 _JSON: Decorator = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
 _RESULT: tuple[Decorator, ...] = (
     click.option("--vllm", metavar="R|PATH|installed", help="The vLLM that a real tier runs (default: that of --release)."),
+    _MORI,
     _JSON,
     click.option("-o", "--output", metavar="FILE", help="Write the JSON to a file as well."),
     click.option("--check", is_flag=True, help="Exit with 1 if the result is not as it should be, 3 if it shows nothing."),
@@ -77,6 +82,18 @@ def progress_option(function: Callable[..., Any]) -> Callable[..., Any]:
     """`--progress`, for logs; on a terminal progress is always shown."""
     text = "Say on stderr how far it is, and how long it will take, also where that is no terminal."
     return click.option("--progress", is_flag=True, expose_value=False, callback=_ask_for_progress, help=text)(function)
+
+
+def mori_option(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`--mori` for a command that has not all options of a scenario."""
+    return _MORI(function)
+
+
+def choose_mori(tier: Tier, mori: str | None) -> None:
+    """Let the tier run the `mori.io` that `--mori` names. Raises InputError if it runs none."""
+    refuse_options(tier, {"--mori": mori})
+    if mori is not None:
+        os.environ[MORI] = mori
 
 
 _CAUSES: tuple[Decorator, ...] = (
@@ -108,7 +125,7 @@ def scenario_options(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def field_options(function: Callable[..., Any]) -> Callable[..., Any]:
     """The options that describe a scenario for whichever release, and `--json`."""
-    for option in reversed((*_FIELDS, _JSON, progress_option)):
+    for option in reversed((*_FIELDS, _MORI, _JSON, progress_option)):
         function = option(function)
     return function
 

@@ -17,6 +17,7 @@ from kvcover.sim.commands.options import (
     causes_options,
     check_causes,
     check_output,
+    choose_mori,
     conclude,
     scenario_data,
     scenario_options,
@@ -79,6 +80,7 @@ def command(
     check_causes(causes, budget)
     tier = load_tier(options["tier"])
     refuse_options(tier, {"--causes": causes, "--verbose": verbose, "--vllm": options["vllm"]})
+    choose_mori(tier, options["mori"])
     data = scenario_data(scenario, options)
     if mode is not None:
         data["mode"] = mode

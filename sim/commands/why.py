@@ -32,6 +32,7 @@ def command(result: str, request: int, baseline: str | None, trace: str | None, 
     told = _read(result)
     other = None if baseline is None else _read(baseline)
     from kvcover.sim.results.depart import departures, steps_of
+    from kvcover.sim.results.result import on_one_machine
     from kvcover.sim.results.story import story
     from kvcover.sim.scenario.scenario import build
     from kvcover.sim.scenario.setup import resolve
@@ -41,7 +42,7 @@ def command(result: str, request: int, baseline: str | None, trace: str | None, 
     if not 0 <= request < len(setup.requests):
         raise InputError("--request", f"there is no request {request}", f"use 0 to {len(setup.requests) - 1}")
     # What a real run is compared with has the times of what it ran on.
-    on_loopback = (told.backend or {}).get("mori") == "loopback"
+    on_loopback = on_one_machine(told)
     again, world = run_world(resolve(build((told.scenario or {}) | {"fabric": "loopback"})) if on_loopback else setup)
     if told.digest is None:
         _tell_real(result, told, request, again)

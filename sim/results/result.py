@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -172,6 +173,26 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     def to_dict(self) -> dict[str, Any]:
         built: dict[str, Any] = msgspec.to_builtins(self)
         return built
+
+
+STAND_IN, _OVER_NIC = "loopback", " over a software NIC"
+
+
+def real_mori(version: str) -> str:
+    """What `backend.mori` is of a run over the real library on a laptop."""
+    return f"real mori.io {version}{_OVER_NIC}"
+
+
+def mori_text(backend: Mapping[str, Any]) -> str:
+    """Which `mori.io` a run had, in words."""
+    name = str(backend.get("mori"))
+    return name if name.startswith("real ") else f"mori.io: {name}"
+
+
+def on_one_machine(result: Result) -> bool:
+    """Whether its bytes moved in this machine's memory, by the stand-in `mori.io` or by the real one over a NIC in software."""
+    mori = (result.backend or {}).get("mori")
+    return isinstance(mori, str) and (mori == STAND_IN or mori.endswith(_OVER_NIC))
 
 
 def caught(result: Result, effects: tuple[str, ...] = ("caught and logged",)) -> list[str]:

@@ -13,7 +13,7 @@ from rich.text import Text
 from kvcover.sim.cache.wrong import WrongCells, in_words
 from kvcover.sim.releases.records import ALIASES, RELEASES
 from kvcover.sim.results.keys import LegKeys, all_in_words
-from kvcover.sim.results.result import GOOD, MEANING, OUTCOMES, RankCoverage, Remedies, Result, caught, raced
+from kvcover.sim.results.result import GOOD, MEANING, OUTCOMES, RankCoverage, Remedies, Result, caught, mori_text, raced
 from kvcover.sim.results.verdict import judge_cells, together
 
 _STYLE = {"ok": "green", "refused": "cyan", "recomputed": "cyan", "failed": "yellow", "degraded": "yellow",
@@ -129,7 +129,7 @@ def matrix_markdown(results: list[Result]) -> str:
     backend = results[0].backend
     if backend:
         trees = backend.get("prefill_vllm"), backend.get("decode_vllm")
-        lines.append(f"mori.io: {backend.get('mori')}; connector files: {_hashes(trees)}")
+        lines.append(f"{mori_text(backend)}; connector files: {_hashes(trees)}")
     return "\n".join([*lines, summary_line(results)])
 
 
@@ -216,7 +216,7 @@ def show_result(result: Result) -> None:
     if result.backend:
         timers = ", ".join(f"{name} {value:g} s" for name, value in (result.backend.get("timers_s") or {}).items())
         memory = f", caches in {device}" if (device := result.backend.get("device", "cpu")) != "cpu" else ""
-        out.print(f"mori.io: {result.backend.get('mori')}{memory}; the connector's timers: {timers or 'its own'}")
+        out.print(f"{mori_text(result.backend)}{memory}; the connector's timers: {timers or 'its own'}")
     out.print("replay: " + result.replay, soft_wrap=True)
 
 

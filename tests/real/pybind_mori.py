@@ -151,6 +151,7 @@ def modules() -> dict[str, ModuleType]:
     mori, io, cpp = (ModuleType(name) for name in ("mori", "mori.io", "mori.cpp"))
     cpp.__dict__.update(StatusCode=StatusCode, TransferStatus=TransferStatus, MemoryDesc=MemoryDesc)
     engine = type("IOEngine", (IOEngine,), {})
+    io.__file__ = "/nowhere/mori/io/__init__.py"
     io.__dict__.update(StatusCode=StatusCode, MemoryDesc=MemoryDesc, IOEngine=engine)
     mori.__dict__.update(io=io, cpp=cpp)
     return {"mori": mori, "mori.io": io, "mori.cpp": cpp}

@@ -22,7 +22,7 @@ import pytest
 from kvcover import run
 from kvcover.real_backend.evidence.confirm import CONFIRMED, conclude, expect, plan, read_pair
 from kvcover.real_backend.inside.cells import cells_of
-from kvcover.real_backend.inside.device_worker import record_posts
+from kvcover.real_backend.inside.posts import record_posts
 from kvcover.real_backend.machine import trees
 from kvcover.real_backend.machine.doctor import Look
 from kvcover.real_backend.machine.hashes import KNOWN

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-LOOPBACK = Path(__file__).parents[2] / "real_backend" / "moriio" / "loopback" / "mori" / "io.py"
+LOOPBACK = Path(__file__).parents[2] / "real_backend" / "moriio" / "loopback" / "mori"
+SOURCE = "\n".join((LOOPBACK / name).read_text().replace("from __future__ import annotations", "") for name in ("cpp.py", "io.py"))
 WHEELS = (("310", "manylinux_2_35_x86_64"), ("312", "manylinux_2_39_x86_64"))
 IMPORTED = (
     "BackendType",
@@ -83,7 +84,7 @@ def required(function: ast.FunctionDef) -> int:
 
 @pytest.fixture(scope="module")
 def ours() -> Classes:
-    return classes_in(LOOPBACK.read_text())
+    return classes_in(SOURCE)
 
 
 @pytest.fixture(scope="module")
@@ -131,7 +132,7 @@ def test_enums_have_the_values_of_the_header(name: str, wheel: zipfile.ZipFile) 
     body = re.search(rf"enum class {name}\b[^{{]*{{(.*?)}}", header, re.DOTALL)
     assert body is not None
     real = {key: int(value) for key, value in re.findall(r"(\w+)\s*=\s*(\d+)", body.group(1))}
-    tree = ast.parse(LOOPBACK.read_text())
+    tree = ast.parse(SOURCE)
     enum = next(node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name)
     mine = {
         target.id: part.value.value
@@ -140,6 +141,7 @@ def test_enums_have_the_values_of_the_header(name: str, wheel: zipfile.ZipFile) 
         for target in part.targets
         if isinstance(target, ast.Name)
     }
+    real.pop("ERR_BEGIN", None)  # a bound between codes that the binding doesn't show
     assert mine == real
 
 
@@ -150,7 +152,7 @@ def test_settings_have_the_fields_and_defaults_of_the_header(name: str, wheel: z
     body = re.search(rf"struct {name}\b.*?{{(.*?)\n}};", header, re.DOTALL)
     assert body is not None
     real = re.findall(r"^\s+(?:int|bool|PollCqMode)\s+(\w+){(-?[\w:]+)}", body.group(1), re.MULTILINE)
-    tree = ast.parse(LOOPBACK.read_text())
+    tree = ast.parse(SOURCE)
     struct = next(node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name)
     fields = [part for part in struct.body if isinstance(part, ast.AnnAssign) and part.value is not None]
     mine = [(ast.unparse(part.target), ast.unparse(part.value)) for part in fields if part.value is not None]
@@ -166,7 +168,7 @@ def test_descriptors_have_the_first_fields_of_the_wire_form(name: str, header: s
     packed = re.search(r"MSGPACK_DEFINE\(([^)]*)\)", body.group(1))
     assert packed is not None
     real = [snake(field.strip()) for field in packed.group(1).split(",")]
-    tree = ast.parse(LOOPBACK.read_text())
+    tree = ast.parse(SOURCE)
     struct = next(node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name)
     mine = [ast.unparse(part.target) for part in struct.body if isinstance(part, ast.AnnAssign)]
     assert mine == real[: len(mine)]

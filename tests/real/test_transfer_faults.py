@@ -17,8 +17,8 @@ import pytest
 
 from kvcover.faults.events import STATUSES
 from kvcover.real_backend.driver.trial import Trial
-from kvcover.real_backend.inside.device_worker import DeviceWorker, record_posts
 from kvcover.real_backend.inside.injection import TRANSFER_KINDS, Injection
+from kvcover.real_backend.inside.posts import record_posts
 from kvcover.real_backend.inside.vllm_setup import LOOPBACK
 from kvcover.real_backend.inside.worker import Worker
 from kvcover.real_backend.tiers.translate import to_trial
@@ -175,10 +175,18 @@ def test_what_a_fault_holds_back_is_recorded_and_kept_when_it_is_posted(
     library: Library, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The library writes into a status until its batch is complete, so nobody may let go of it before."""
-    built: list[bool] = []
-    monkeypatch.setattr(Worker, "__init__", lambda *_args: built.append(hasattr(library.io.IOEngine, "posted")))
-    DeviceWorker(trial(), cast(Any, None), 0, {}, None, "cpu")
-    assert built == [True]  # there before the rank puts its faults in place
+    placed: list[bool] = []
+
+    def wrap_transfers(_injection: Injection) -> None:
+        placed.append(hasattr(library.io.IOEngine, "posted"))
+        raise InterruptedError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Injection, "wrap_transfers", wrap_transfers)
+        patch.setattr("kvcover.real_backend.inside.worker._Watch", lambda *_args: None)
+        with pytest.raises(InterruptedError):
+            Worker(trial(), cast(Any, SimpleNamespace(role="prefill", dp_rank=0)), 0, tmp_path, {}, 0.0)
+    assert placed == [True]  # there before the rank puts its faults in place
     record_posts(library.io)
     _, session = session_of(library, tmp_path / "book", "early-completion:write,ms=50")
     status = post(session, "write")

@@ -37,6 +37,23 @@ def _copy(kind: str, pid: int, here: list[tuple[int, int]], there: list[tuple[in
         raise OSError(f"only {copied} bytes of the batch were copied")
 
 
+def flag() -> ctypes.c_ubyte:
+    """A byte of this process that peers can read; 1."""
+    return ctypes.c_ubyte(1)
+
+
+def address(byte: ctypes.c_ubyte) -> int:
+    """Where such a byte is."""
+    return ctypes.addressof(byte)
+
+
+def read_byte(pid: int, at: int) -> int:
+    """A byte of process `pid`. Raises OSError if it is gone."""
+    found = ctypes.c_ubyte(0)
+    copy("read", pid, ctypes.addressof(found), at, [(0, 0, 1)])
+    return found.value
+
+
 def allow_peers() -> None:
     """Let any process of this user reach this one's memory where the Yama module would forbid it; harmless elsewhere."""
     _libc.prctl(_PR_SET_PTRACER, ctypes.c_ulong(-1), 0, 0, 0)

@@ -1,28 +1,39 @@
 """`mori.io` without a NIC: one-sided reads and writes between the private memory of processes on one host.
 
-Only the surface that vLLM's MoRI-IO connector uses is here, with the semantics that the connector can observe: a status
-that starts INIT and never leaves an error, list and bound checks before anything moves, an empty batch that succeeds at
-once, and no finer bound than the registered region. What the real library does to speed a batch up (merging, several
-queue pairs) can't be seen from outside and is left out. Bytes move at the post, with `process_vm_readv` and
+Only the surface that vLLM's MoRI-IO connector uses is here, with the semantics that the connector can observe, as AMD's library
+has them over a NIC: `tests/real/test_mori_semantics.py` asks both the same. What that library does to speed a batch up (merging,
+several queue pairs) can't be seen from outside and is left out. Bytes move at the post, with `process_vm_readv` and
 `process_vm_writev`, so both processes must belong to one user; `completion_delay_s` postpones bytes and completion. GPU memory:
 see `device.py`.
 """
 
-# ruff: noqa: N802, A002 -- the real library's spelling
+# ruff: noqa: A002 -- the real library's spelling
 
 from __future__ import annotations
 
+import operator
 import os
+import socket
+import struct
+import sys
 import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from enum import IntEnum
 from typing import Any, ClassVar
 
 import msgpack
 
-from mori import host
+from mori import cpp, host
+from mori.cpp import (
+    BackendType,
+    IOEngineConfig,
+    MemoryLocationType,
+    PollCqMode,
+    RdmaBackendConfig,
+    StatusCode,
+    XgmiBackendConfig,
+)
 
 __all__ = [
     "BackendType",
@@ -36,7 +47,6 @@ __all__ = [
     "PostedBatch",
     "RdmaBackendConfig",
     "StatusCode",
-    "TransferStatus",
     "XgmiBackendConfig",
 ]
 
@@ -44,87 +54,8 @@ completion_delay_s = float(os.environ.get("KVCOVER_LOOPBACK_DELAY_S", "0"))
 """Seconds between the post of a batch and its bytes and completion; 0 does both inside the post. May be set at any time."""
 
 _MAX_TRANSFER_BYTES = 2**32 - 1
-
-
-class BackendType(IntEnum):
-    """Transports that the real library knows. The stand-in accepts any and moves bytes in the same way."""
-
-    Unknown = 0
-    XGMI = 1
-    RDMA = 2
-    TCP = 3
-    FABRIC = 4
-
-
-class MemoryLocationType(IntEnum):
-    """Where a registered region lives."""
-
-    Unknown = 0
-    CPU = 1
-    GPU = 2
-
-
-class StatusCode(IntEnum):
-    """Life cycle of a transfer: INIT, IN_PROGRESS, then SUCCESS or an error above ERR_BEGIN."""
-
-    SUCCESS = 0
-    INIT = 1
-    IN_PROGRESS = 2
-    ERR_BEGIN = 10
-    ERR_INVALID_ARGS = 11
-    ERR_NOT_FOUND = 12
-    ERR_RDMA_OP = 13
-    ERR_BAD_STATE = 14
-    ERR_GPU_OP = 15
-
-
-class PollCqMode(IntEnum):
-    """How the real library waits for completions."""
-
-    POLLING = 0
-    EVENT = 1
-
-
-class TransferStatus:
-    """Outcome of one batch. An error is sticky: whatever is reported after it is ignored."""
-
-    def __init__(self) -> None:
-        self._code = StatusCode.INIT
-        self._message = ""
-        self._lock = threading.Lock()
-        self.done_ns = 0  # when it first said success, on the monotonic clock; the real library keeps no such time
-
-    def Code(self) -> StatusCode:  # the real library's spelling
-        """Return the current code."""
-        return self._code
-
-    def Message(self) -> str:
-        """Return the text that came with the code; empty on success."""
-        return self._message
-
-    def Init(self) -> bool:
-        """Tell whether nothing was posted yet."""
-        return self._code == StatusCode.INIT
-
-    def InProgress(self) -> bool:
-        """Tell whether the batch is posted and not complete."""
-        return self._code == StatusCode.IN_PROGRESS
-
-    def Succeeded(self) -> bool:
-        """Tell whether all bytes are in place."""
-        return self._code == StatusCode.SUCCESS
-
-    def Failed(self) -> bool:
-        """Tell whether the batch ended in an error."""
-        return self._code > StatusCode.ERR_BEGIN
-
-    def Update(self, code: StatusCode, message: str = "") -> None:
-        """Move to `code`, unless an error was stored before."""
-        with self._lock:
-            if self._code <= StatusCode.ERR_BEGIN:
-                if code == StatusCode.SUCCESS and not self.done_ns:
-                    self.done_ns = time.monotonic_ns()
-                self._code, self._message = code, message
+_RETRIES_S = 4.096e-6 * 2**14 * 8  # the library's own timeout and number of retries
+_GONE, _FLUSHED = "transport retry counter exceeded", "Work Request Flushed Error"
 
 
 class _Packed:
@@ -133,7 +64,17 @@ class _Packed:
     def pack(self) -> bytes:
         """Return the wire form."""
         values = [getattr(self, name) for name in self.__dataclass_fields__]  # type: ignore[attr-defined]
-        return bytes(msgpack.packb(values))
+        return bytes(msgpack.packb([int(value) if isinstance(value, MemoryLocationType) else value for value in values]))
+
+
+def _unpacked(data: bytes, count: int) -> list[Any]:
+    try:
+        values = msgpack.unpackb(data)
+    except Exception as error:
+        raise RuntimeError(f"insufficient or bad bytes: {error}") from None
+    if not isinstance(values, list) or len(values) < count:
+        raise RuntimeError("std::bad_cast")
+    return values
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,8 +90,8 @@ class EngineDesc(_Packed):
 
     @staticmethod
     def unpack(data: bytes) -> EngineDesc:
-        """Read the wire form; msgpack's errors pass through."""
-        return EngineDesc(*msgpack.unpackb(data))
+        """Read the wire form. Raises RuntimeError for what is none."""
+        return EngineDesc(*_unpacked(data, 6))
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,41 +104,15 @@ class MemoryDesc(_Packed):
     device_bus_id: str
     data: int
     size: int
-    loc: int
+    loc: MemoryLocationType | int
     ipc_handle: bytes = b""
-    """How a peer opens it if it is a GPU's memory."""
+    """How a peer opens a GPU's memory; of host memory the address, there, of a byte that is 1 while it is registered."""
 
     @staticmethod
     def unpack(data: bytes) -> MemoryDesc:
-        """Read the wire form; msgpack's errors pass through."""
-        return MemoryDesc(*msgpack.unpackb(data))
-
-
-@dataclass(slots=True)
-class IOEngineConfig:
-    """Address of an engine's control plane. The stand-in has none and listens nowhere."""
-
-    host: str = ""
-    port: int = 0
-
-
-@dataclass(slots=True)
-class RdmaBackendConfig:
-    """Settings of the RDMA transport, all without effect here."""
-
-    qp_per_transfer: int = 1
-    post_batch_size: int = -1
-    num_worker_threads: int = 1
-    poll_cq_mode: PollCqMode = PollCqMode.POLLING
-    enable_notification: bool = True
-
-
-@dataclass(slots=True)
-class XgmiBackendConfig:
-    """Settings of the xGMI transport, all without effect here."""
-
-    num_streams: int = 64
-    num_events: int = 64
+        """Read the wire form. Raises RuntimeError for what is none."""
+        key, number, device, bus, address, size, place, *handle = _unpacked(data, 7)
+        return MemoryDesc(key, number, device, bus, address, size, MemoryLocationType(place), handle[0] if handle else b"")
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +124,7 @@ class PostedBatch:
     remote_engine: str
     remote_ranges: tuple[tuple[int, int], ...]
     """Address and length in bytes of each entry, in the remote process."""
-    status: TransferStatus = field(compare=False)
+    status: cpp.TransferStatus = field(compare=False)
     local: int = 0
     """Where its last byte is here: the first may be of a block that is nobody's, which stands for what has left a window."""
     at_ns: int = 0
@@ -221,6 +136,30 @@ class PostedBatch:
         return sum(length for _, length in self.remote_ranges)
 
 
+class _QueuePair:
+    """The connection of an engine to one peer, made once and never again: after an error all that follows is flushed."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.dead = False
+        self.gone_at = 0.0  # when the retries to a peer that is no more are over, on the monotonic clock; 0: nobody knows of it
+        self._lock = threading.Lock()
+
+    def fail(self, status: cpp.TransferStatus, text: str) -> None:
+        """End a batch in an error that a NIC tells, at once."""
+        self.dead = True
+        status.Update(StatusCode.ERR_RDMA_OP, text)
+
+    def lose(self, status: cpp.TransferStatus) -> None:
+        """End a batch to a peer that doesn't answer, when all retries are over; those behind it are flushed then."""
+        with self._lock:
+            text = _FLUSHED if self.gone_at else _GONE
+            self.gone_at = self.gone_at or time.monotonic() + _RETRIES_S
+        timer = threading.Timer(max(0.0, self.gone_at - time.monotonic()), self.fail, (status, text))
+        timer.daemon = True
+        timer.start()
+
+
 class IOEngine:
     """One rank's transfer engine. `posted` lists every batch of this process, oldest first."""
 
@@ -230,14 +169,33 @@ class IOEngine:
         self._desc = EngineDesc(key, "loopback", os.uname().nodename, config.host, int(config.port), os.getpid())
         self._backends: list[BackendType] = []
         self._peers: dict[str, EngineDesc] = {}
+        self._queue_pairs: dict[str, _QueuePair] = {}
         self._next_memory_id = 0
         self._next_uid = 0
         self._lock = threading.Lock()
         self._on_gpu: dict[int, Any] = {}
+        self._registered: dict[int, Any] = {}
+        self._control = socket.socket()
         host.allow_peers()
 
+    def __del__(self) -> None:
+        self._control.close()
+
     def create_backend(self, type: BackendType, config: RdmaBackendConfig | XgmiBackendConfig | None = None) -> None:
-        """Choose a transport. Without one no session can be made, as in the real library."""
+        """Choose a transport. Without one no session can be made, as in the real library.
+
+        RDMA listens on the control port, and ends the process if that is taken.
+        """
+        if type is BackendType.RDMA and not self._backends:
+            try:
+                self._control.bind((self._desc.host, self._desc.port))
+            except OSError as error:
+                print(f"syscall failed with {error.strerror}", file=sys.stderr, flush=True)
+                os._exit(255)
+            self._control.listen(1)
+            desc = self._desc
+            port = self._control.getsockname()[1]
+            self._desc = EngineDesc(desc.key, desc.node_id, desc.hostname, desc.host, port, desc.pid)
         self._backends.append(type)
 
     def get_engine_desc(self) -> EngineDesc:
@@ -257,92 +215,101 @@ class IOEngine:
         if not tensor.is_contiguous():
             raise RuntimeError("input tensor must be contiguous")
         with self._lock:
-            self._next_memory_id += 1
             memory_id = self._next_memory_id
+            self._next_memory_id += 1
         nbytes = int(tensor.nelement()) * int(tensor.element_size())
         address = int(tensor.data_ptr())
         if not tensor.is_cuda:
-            return MemoryDesc(self._desc.key, memory_id, -1, "", address, nbytes, int(MemoryLocationType.CPU))
+            flag = self._registered[memory_id] = host.flag()
+            handle = struct.pack("<Q", host.address(flag))
+            return MemoryDesc(self._desc.key, memory_id, -1, "", address, nbytes, MemoryLocationType.CPU, handle)
         from mori import device
 
         region = self._on_gpu[memory_id] = device.as_bytes(tensor)
-        place = (tensor.device.index, "", address, nbytes, int(MemoryLocationType.GPU))
+        place = (tensor.device.index, "", address, nbytes, MemoryLocationType.GPU)
         return MemoryDesc(self._desc.key, memory_id, *place, device.export(region))
 
     def deregister_memory(self, mem_desc: MemoryDesc) -> None:
-        """Do nothing: regions are not tracked."""
+        """Take a region back: whoever moves bytes from or to it then loses its queue pair. Of a GPU's memory nothing is kept."""
+        if flag := self._registered.get(mem_desc.id):
+            flag.value = 0
 
     def create_session(self, local_mem: MemoryDesc, remote_mem: MemoryDesc) -> IOEngineSession | None:
-        """Pair two regions. None without a backend; raises RuntimeError for a peer that was never registered."""
-        if not self._backends:
-            return None
+        """Pair two regions. None without a backend, and for a peer that was never registered.
+
+        A peer that comes back under its name is still asked for where it was: the queue pair is of the process that is gone.
+        """
         peer = self._peers.get(remote_mem.engine_key)
-        if peer is None:
-            raise RuntimeError(f"remote engine {remote_mem.engine_key} is not registered")
-        return IOEngineSession(local_mem, remote_mem, peer.pid, self._on_gpu.get(local_mem.id))
+        if not self._backends or peer is None:
+            return None
+        queue_pair = self._queue_pairs.setdefault(remote_mem.engine_key, _QueuePair(peer.pid))
+        here = self._registered.get(local_mem.id), self._on_gpu.get(local_mem.id)
+        return IOEngineSession(local_mem, remote_mem, queue_pair, *here)
 
     def allocate_transfer_uid(self) -> int:
         """Return a number that names one transfer of this engine."""
         with self._lock:
             self._next_uid += 1
-            return self._next_uid
+            return self._next_uid - 1
 
-    def wait_all(self, statuses: Sequence[TransferStatus], timeout_ms: int = -1) -> StatusCode:
-        """Wait until every status is final or `timeout_ms` passed; a failure doesn't end the wait.
+    def wait_all(self, statuses: Sequence[cpp.TransferStatus], timeout_ms: int = -1) -> StatusCode:
+        """Wait while a status is in progress, or until `timeout_ms` passed; a failure doesn't end the wait.
 
-        Returns the first error code, else IN_PROGRESS when time ran out, else SUCCESS. Negative: no limit. Raises TypeError
+        Returns the first error code, else the first that is no success, else SUCCESS. Negative: no limit. Raises TypeError
         for anything but its own statuses, as the real binding does.
         """
-        if not all(isinstance(status, TransferStatus) for status in statuses):
+        if not all(isinstance(status, cpp.TransferStatus) for status in statuses):
             raise TypeError("WaitAll(): incompatible function arguments")
         deadline = None if timeout_ms < 0 else time.monotonic() + timeout_ms / 1000
-        while any(not (status.Succeeded() or status.Failed()) for status in statuses):
+        while any(status.InProgress() for status in statuses):
             if deadline is not None and time.monotonic() >= deadline:
                 break
             time.sleep(0.0005)
-        codes = [status.Code() for status in statuses]
-        errors = [code for code in codes if code > StatusCode.ERR_BEGIN]
-        if errors:
-            return errors[0]
-        return StatusCode.SUCCESS if all(code == StatusCode.SUCCESS for code in codes) else StatusCode.IN_PROGRESS
+        failed = [status.Code() for status in statuses if status.Failed()]
+        open_ = [status.Code() for status in statuses if not status.Succeeded()]
+        return (failed or open_ or [StatusCode.SUCCESS])[0]
 
 
 class IOEngineSession:
     """A pair of regions. Offsets are bytes from the start of each; `sizes` are bytes."""
 
-    def __init__(self, local: MemoryDesc, remote: MemoryDesc, remote_pid: int, local_gpu: Any = None) -> None:
+    def __init__(
+        self, local: MemoryDesc, remote: MemoryDesc, queue_pair: _QueuePair, registered: Any = None, local_gpu: Any = None
+    ) -> None:
         self._local = local
         self._remote = remote
-        self._remote_pid = remote_pid
+        self._queue_pair = queue_pair
+        self._registered = registered
         self._local_gpu = local_gpu
         self._remote_gpu: Any = None
 
     def batch_read(
         self, local_offsets: Sequence[int], remote_offsets: Sequence[int], sizes: Sequence[int], transfer_uid: int, /
-    ) -> TransferStatus:
+    ) -> cpp.TransferStatus:
         """Copy remote bytes here, one entry a position of the three lists."""
         return self._post("read", local_offsets, remote_offsets, sizes)
 
     def batch_write(
         self, local_offsets: Sequence[int], remote_offsets: Sequence[int], sizes: Sequence[int], transfer_uid: int, /
-    ) -> TransferStatus:
+    ) -> cpp.TransferStatus:
         """Copy local bytes there, one entry a position of the three lists."""
         return self._post("write", local_offsets, remote_offsets, sizes)
 
-    def read(self, local_offset: int, remote_offset: int, size: int, transfer_uid: int, /) -> TransferStatus:
+    def read(self, local_offset: int, remote_offset: int, size: int, transfer_uid: int, /) -> cpp.TransferStatus:
         """Copy one remote range here."""
         return self._post("read", [local_offset], [remote_offset], [size])
 
-    def write(self, local_offset: int, remote_offset: int, size: int, transfer_uid: int, /) -> TransferStatus:
+    def write(self, local_offset: int, remote_offset: int, size: int, transfer_uid: int, /) -> cpp.TransferStatus:
         """Copy one local range there."""
         return self._post("write", [local_offset], [remote_offset], [size])
 
     def alive(self) -> bool:
-        """Tell whether the peer's process still exists."""
-        return os.path.exists(f"/proc/{self._remote_pid}")
+        """Tell whether no batch has found the peer gone yet: nothing else is noticed, as in the real library."""
+        return not 0 < self._queue_pair.gone_at <= time.monotonic()
 
-    def _post(self, kind: str, local: Sequence[int], remote: Sequence[int], sizes: Sequence[int]) -> TransferStatus:
-        status = TransferStatus()
+    def _post(self, kind: str, local: Sequence[int], remote: Sequence[int], sizes: Sequence[int]) -> cpp.TransferStatus:
+        _refuse_other_numbers(local, remote, sizes)
+        status = cpp.TransferStatus()
         ranges = tuple((self._remote.data + offset, size) for offset, size in zip(remote, sizes, strict=False))
         last = self._local.data + (local[-1] + sizes[-1] - 1 if local and sizes else 0)
         batch = PostedBatch(kind, self._local.engine_key, self._remote.engine_key, ranges, status, last, time.monotonic_ns())
@@ -350,43 +317,61 @@ class IOEngineSession:
         problem = self._refuse(local, remote, sizes)
         if problem:
             status.Update(StatusCode.ERR_INVALID_ARGS, problem)
-        elif not sizes:
-            status.Update(StatusCode.SUCCESS)
-        elif completion_delay_s > 0:
-            status.Update(StatusCode.IN_PROGRESS)
-            arguments = (kind, list(local), list(remote), list(sizes), status)
-            timer = threading.Timer(completion_delay_s, self._move, arguments)
+            return status
+        # the library puts entries in order by where they are in the peer's memory, to join neighbours
+        entries = sorted(zip(local, remote, sizes, strict=True), key=lambda entry: entry[1])
+        status.Update(StatusCode.IN_PROGRESS, "")
+        if completion_delay_s > 0 and entries:
+            timer = threading.Timer(completion_delay_s, self._move, (kind, entries, status))
             timer.daemon = True
             timer.start()
         else:
-            status.Update(StatusCode.IN_PROGRESS)
-            self._move(kind, local, remote, sizes, status)
+            self._move(kind, entries, status)
         return status
 
     def _refuse(self, local: Sequence[int], remote: Sequence[int], sizes: Sequence[int]) -> str:
         if not len(local) == len(remote) == len(sizes):
-            return "lengths of local offsets, remote offsets and sizes should be equal"
-        if any(offset < 0 for offset in (*local, *remote, *sizes)):
-            # The real binding takes unsigned integers and refuses the call itself.
-            raise TypeError("incompatible function arguments: offsets and sizes are unsigned")
+            return "lengths of local offsets, remote offsets or sizes mismatch"
         for here, there, size in zip(local, remote, sizes, strict=True):
-            if size > _MAX_TRANSFER_BYTES:
-                return f"transfer size {size} exceeds {_MAX_TRANSFER_BYTES}"
-            if here + size > self._local.size or there + size > self._remote.size:
+            # the library adds in 64 bits: what wraps around passes, and the NIC refuses it
+            if (here + size) % 2**64 > self._local.size or (there + size) % 2**64 > self._remote.size:
                 return "length out of range"
+            if size > _MAX_TRANSFER_BYTES:
+                return f"single request size {size} exceeds UINT32_MAX; split it before submitting"
         return ""
 
-    def _move(self, kind: str, local: Sequence[int], remote: Sequence[int], sizes: Sequence[int], status: TransferStatus) -> None:
-        ranges = list(zip(local, remote, sizes, strict=True))
+    def _move(self, kind: str, entries: list[tuple[int, int, int]], status: cpp.TransferStatus) -> None:
+        queue_pair = self._queue_pair
+        entries = [entry for entry in entries if entry[2]]
+        if not entries:
+            status.Update(StatusCode.SUCCESS, "success")
+        elif queue_pair.dead:
+            queue_pair.fail(status, _FLUSHED)
+        elif queue_pair.gone_at:
+            queue_pair.lose(status)
+        elif self._registered is not None and not self._registered.value:
+            queue_pair.fail(status, "local protection error")
+        else:
+            self._copy(kind, entries, status)
+
+    def _copy(self, kind: str, entries: list[tuple[int, int, int]], status: cpp.TransferStatus) -> None:
         try:
             if self._local_gpu is not None:
-                self._move_on_gpu(kind, ranges)
+                self._move_on_gpu(kind, entries)
+            elif not self._peer_has_it() or any(there >= self._remote.size for _, there, _ in entries):
+                self._queue_pair.fail(status, "remote access error")
+                return
             else:
-                host.copy(kind, self._remote_pid, self._local.data, self._remote.data, ranges)
-        except (OSError, RuntimeError) as error:  # the peer's process or its GPU memory is gone
-            status.Update(StatusCode.ERR_RDMA_OP, f"transport retry counter exceeded ({error})")
+                host.copy(kind, self._queue_pair.pid, self._local.data, self._remote.data, entries)
+        except (OSError, RuntimeError):  # the peer's process or its GPU memory is gone
+            self._queue_pair.lose(status)
         else:
-            status.Update(StatusCode.SUCCESS)
+            status.Update(StatusCode.SUCCESS, "success")
+
+    def _peer_has_it(self) -> bool:
+        """Whether the owner still registers the region. Raises OSError if it is no more."""
+        handle = self._remote.ipc_handle
+        return len(handle) != 8 or host.read_byte(self._queue_pair.pid, struct.unpack("<Q", handle)[0]) == 1
 
     def _move_on_gpu(self, kind: str, ranges: list[tuple[int, int, int]]) -> None:
         from mori import device
@@ -397,3 +382,10 @@ class IOEngineSession:
             device.copy(self._remote_gpu, self._local_gpu, [(there, here, size) for here, there, size in ranges])
         else:
             device.copy(self._local_gpu, self._remote_gpu, ranges)
+
+
+def _refuse_other_numbers(*lists: Sequence[int]) -> None:
+    """Raise TypeError for what is no unsigned integer of 64 bits: the real binding refuses the call itself."""
+    numbers = [operator.index(each) for one in lists for each in one]
+    if not all(0 <= each < 2**64 for each in numbers):
+        raise TypeError("incompatible function arguments: offsets and sizes are unsigned, of 64 bits")
