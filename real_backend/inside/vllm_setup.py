@@ -29,7 +29,6 @@ LOOPBACK = Path(__file__).parents[1] / "moriio" / "loopback"
 MORIIO_FOLDER = "vllm/distributed/kv_transfer/kv_connector/v1/moriio"
 MORIIO = MORIIO_FOLDER.replace("/", ".")
 _MOST_TOKENS = 1 << 17
-_MOST_SEQUENCES = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,6 +211,8 @@ class ConfigFactory:
         cache = config.CacheConfig(block_size=endpoint.shape.block_size, enable_prefix_caching=not geometry.has_states)
         cache.num_gpu_blocks = endpoint.shape.num_blocks  # states are in no prefix cache unless one asks for that
 
+        steps = {"max_num_batched_tokens": _MOST_TOKENS, "max_model_len": _MOST_TOKENS, "max_num_seqs": 256}
+
         def build(dp: int, rank: int) -> Any:
             return config.VllmConfig(
                 model_config=self._model(geometry, math.lcm(16, geometry.kv_heads, endpoint.tp)),
@@ -223,13 +224,7 @@ class ConfigFactory:
                     data_parallel_size_local=dp,
                     distributed_executor_backend="mp",
                 ),
-                scheduler_config=config.SchedulerConfig(
-                    max_num_batched_tokens=_MOST_TOKENS,
-                    max_num_seqs=_MOST_SEQUENCES,
-                    max_model_len=_MOST_TOKENS,
-                    is_encoder_decoder=False,
-                    async_scheduling=False,
-                ),
+                scheduler_config=config.SchedulerConfig(**steps, is_encoder_decoder=False, async_scheduling=False),
                 device_config=config.DeviceConfig(self._device),
                 kv_transfer_config=transfer,
             )
