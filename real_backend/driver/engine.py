@@ -183,7 +183,9 @@ class EngineLoop(threading.Thread):
         for rank, report in zip(self.ranks, reports, strict=True):
             for request_id in sorted((report.finished_sending | report.finished_recving) & self._mine):
                 self._note_report(self.tracked[request_id], rank.name, request_id in report.failed_recving)
-        updated = self._ask_scheduler("update", reports, [each.request_id for each in scheduled if self._stops_now(each)])
+        updated = self._ask_scheduler(
+            "update", reports, [each.request_id for each in scheduled if self._stops_now(each, planned.sampled)]
+        )
         if updated is not None:
             self._use([each for each in used if not each.go], layer_by_layer=True)
             self._after_step(updated)
@@ -339,10 +341,14 @@ class EngineLoop(threading.Thread):
                 if count.covered < count.cells:
                     self._log("short", request, rank.name, Short(count.covered, count.cells))
 
-    def _stops_now(self, request: Tracked) -> bool:
+    def _stops_now(self, request: Tracked, sampled: Collection[str]) -> bool:
         """Whether the token that this step sampled for a request is its last, though the scheduler would let it go on."""
         if self.role == "prefill":
-            return request.index in self._stops
+            stop = self._stops.get(request.index)
+            if stop is None or request.request_id not in sampled:
+                return False
+            stop()
+            return True
         generate_ns = self.trial.setup.requests[request.index].generate_ns
         over = request.steps >= _DECODE_STEPS and time.monotonic() - request.first_token >= generate_ns / 1e9
         if over and (abort := self._aborts.get(request.index)) is not None and abort.at == "after":
@@ -359,8 +365,6 @@ class EngineLoop(threading.Thread):
             if not answer.reason:
                 continue
             request.failed |= answer.reason == "error"
-            if self.role == "prefill" and (stop := self._stops.get(request.index)) is not None:
-                stop()
             if self.role == "decode":
                 self._log("request_failed" if request.failed else "ended", request)
         self._settle(updated.states, updated.reported)

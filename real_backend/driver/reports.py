@@ -53,13 +53,14 @@ class StepReport:
 class Planned:
     """A step that vLLM's scheduler made. Request ids are the engine's.
 
-    `output` is its SchedulerOutput with the connector's metadata, pickled. `scheduled` are tokens by request, `states` the
-    status of all requests that it knows, `tables` the blocks of those that have any, `external` the tokens that the connector
-    was last told to bring.
+    `output` is its SchedulerOutput with the connector's metadata, pickled. `scheduled` are tokens by request, `sampled` the
+    requests of these that get a token, `states` the status of all requests that it knows, `tables` the blocks of those that
+    have any, `external` the tokens that the connector was last told to bring.
     """
 
     output: Any
     scheduled: Mapping[str, int]
+    sampled: frozenset[str]
     states: Mapping[str, str]
     tables: Mapping[str, BlockTables]
     external: Mapping[str, int]

@@ -56,6 +56,7 @@ class SchedulerSide:
         return Planned(
             pickle.dumps(step),
             dict(step.num_scheduled_tokens),
+            frozenset(filter(self._engine.samples, step.num_scheduled_tokens)),
             self._engine.states(),
             self._engine.tables(),
             dict(self._engine.external),

@@ -120,7 +120,7 @@ class EngineScheduler:
         """What the executor returns for a step: all ranks' reports in vLLM's aggregate, and a token where a prompt is complete."""
         outputs: Any = importlib.import_module("vllm.v1.outputs")
         ids = list(scheduled)
-        tokens = [[STOP if each in stop else _OTHER] if self._samples(each) else [] for each in ids]
+        tokens = [[STOP if each in stop else _OTHER] if self.samples(each) else [] for each in ids]
 
         def of(report: StepReport) -> Any:
             connector = outputs.KVConnectorOutput(
@@ -135,7 +135,7 @@ class EngineScheduler:
 
         return self._aggregator.aggregate([of(report) for report in reports], output_rank=0)
 
-    def _samples(self, request_id: str) -> bool:
+    def samples(self, request_id: str) -> bool:
         """Whether the model runner samples: not after a part of a prompt."""
         request = self.vllm.requests.get(request_id)
         return request is not None and request.num_computed_tokens >= request.num_tokens

@@ -233,7 +233,7 @@ def _mori_library(place: Place) -> Iterator[Look]:
     if here:
         yield Look("mori library", "ok", f"{', '.join(here)} over a software NIC, for --mori")
     elif needs := missing():
-        yield Look("mori library", "unknown", f"none; building it needs {needs}")
+        yield Look("mori library", "unknown", "none", f"building it needs {needs}")
     else:
         yield Look("mori library", "unknown", "none", f"kvcover mori add {NEWEST_MORI}, for --mori library")
 

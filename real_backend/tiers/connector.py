@@ -205,7 +205,8 @@ def _run_steadily(harness: Harness, trial: Trial, load: int) -> tuple[Trial, Run
     What a machine spoilt says nothing, so that the next attempt takes nothing away: it counts its faults anew.
     """
     for attempt in range(_ATTEMPTS):
-        slower = replace(trial, limits=Limits.of(trial.setup, load * 2**attempt), keys=copy.deepcopy(trial.keys))
+        legs, keys = copy.deepcopy((trial.legs, trial.keys))  # together: legs that are still to be written count in the same keys
+        slower = replace(trial, limits=Limits.of(trial.setup, load * 2**attempt), legs=legs, keys=keys)
         last = attempt == _ATTEMPTS - 1
         try:
             seen = harness.run(slower)

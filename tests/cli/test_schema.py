@@ -157,7 +157,7 @@ _ENDS = {
     "coverage": "share of cells",
 }
 _COUNTS = {"schema", "seed", "tp", "dp", "pp", "pods", "fired", "tried", "pairs", "layers", "of_layers", "requests", "concurrency", "queue_pairs",
-           "handshake_port", "notify_port", "prefill_dp", "decode_dp", "prefill_blocks", "decode_blocks"}  # fmt: skip
+           "handshake_port", "notify_port", "prefill_dp", "decode_dp", "instances", "prefill_instance", "decode_instance", "prefill_blocks", "decode_blocks"}  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -183,7 +183,7 @@ def test_what_a_fault_holds_back_is_recorded_and_kept_when_it_is_posted(
 
     with monkeypatch.context() as patch:
         patch.setattr(Injection, "wrap_transfers", wrap_transfers)
-        patch.setattr("kvcover.real_backend.inside.worker._Watch", lambda *_args: None)
+        patch.setattr("kvcover.real_backend.inside.worker.Watch", lambda *_args: None)
         with pytest.raises(InterruptedError):
             Worker(trial(), cast(Any, SimpleNamespace(role="prefill", dp_rank=0)), 0, tmp_path, {}, 0.0)
     assert placed == [True]  # there before the rank puts its faults in place

@@ -30,7 +30,7 @@ VALUES: list[Any] = [
     RankReport("P0", ((5, {"type": "remote_blocks"}),), (Post(1, "write", "D0", 0, 1),), {"k": ((1, 2),)},
                wrong=(WrongCells("D0", 0, {"partial": 1}, ["D0 layer 0"]),)),
     SchedulerReport("P", {0: LegReads((KeyRead("tp_size", "a.py", 3, "f", "x", "get", True),), ("a.py:4",))}),
-    Planned(7, {"a": 16}, {"a": "RUNNING"}, {"a": ((1, 2),)}, {"a": 31}), Count(1, 2, 3),
+    Planned(7, {"a": 16}, frozenset({"a"}), {"a": "RUNNING"}, {"a": ((1, 2),)}, {"a": 31}), Count(1, 2, 3),
     Updated(frozenset({"a"}), frozenset(), frozenset({9}), (Answer("a", "length", {"tp_size": 1}),), {}),
 ]  # fmt: skip
 
