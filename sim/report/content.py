@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.resources import files
 from typing import Any
 
 import msgspec
+from jinja2 import DictLoader, Environment, StrictUndefined, Template
 
 from kvcover import __version__
 from kvcover.sim.report.gather import Material, Run
@@ -179,6 +180,20 @@ FILTERS: dict[str, Any] = {
     "word": _word,
 }
 """How a template says things."""
+
+
+def template(name: str, finalize: Callable[[Any], Any], filters: dict[str, Any]) -> Template:
+    """One of the package's templates. Whatever it is filled with is escaped, after `finalize` has made it fit to be shown."""
+    environment = Environment(
+        loader=DictLoader({name: own(name)}),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        finalize=finalize,
+    )
+    environment.filters |= FILTERS | filters
+    return environment.get_template(name)
 
 
 def own(name: str) -> str:

@@ -6,11 +6,10 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from jinja2 import DictLoader, Environment, StrictUndefined
 from markupsafe import Markup
 
 from kvcover.sim.plain import harmless
-from kvcover.sim.report.content import FILTERS, content, own
+from kvcover.sim.report.content import content, template
 from kvcover.sim.report.gather import Material, Run
 
 _MOST = 20
@@ -19,19 +18,10 @@ _SPECIAL = re.compile(r"[\\`*_\[\]<>|~&#@]")
 
 def markdown(material: Material, baseline: Sequence[Run] = ()) -> str:
     """The Markdown; `baseline` as in `page`."""
-    environment = Environment(
-        loader=DictLoader({"report.md": own("report.md")}),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        finalize=_plain,
-    )
-    environment.filters |= FILTERS | {"code": _code}
     shown = content(material, baseline)
     mapped = [run for heats in shown["maps"].values() for heat in heats for run in heat.runs.values()]
     bad = [run for run in mapped if run.verdict.status == "fail"]
-    text = environment.get_template("report.md").render(shown, most=_MOST, bad=bad)
+    text = template("report.md", _plain, {"code": _code}).render(shown, most=_MOST, bad=bad)
     return re.sub(r"\n{3,}", "\n\n", text).strip() + "\n"
 
 

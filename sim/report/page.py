@@ -11,11 +11,10 @@ import hashlib
 from collections.abc import Sequence
 from typing import Any
 
-from jinja2 import DictLoader, Environment, StrictUndefined
 from markupsafe import Markup
 
 from kvcover.sim.plain import harmless
-from kvcover.sim.report.content import FILTERS, content, own, shade
+from kvcover.sim.report.content import content, own, shade, template
 from kvcover.sim.report.gather import Material, Run
 
 _SHADES = [("c0", "0"), *((f"c{tenth}", f"0.{tenth}") for tenth in range(1, 10)), ("full", "1")]
@@ -23,19 +22,10 @@ _SHADES = [("c0", "0"), *((f"c{tenth}", f"0.{tenth}") for tenth in range(1, 10))
 
 def page(material: Material, baseline: Sequence[Run] = ()) -> str:
     """The page. `baseline` are runs to compare with; none: there is no such section."""
-    environment = Environment(
-        loader=DictLoader({"page.html": own("page.html")}),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        finalize=_harmless,
-    )
     shades: dict[str, Any] = {"heat": lambda run: shade(run.result.coverage), "shade": shade, "sha256": _sha256}
-    environment.filters |= FILTERS | shades
     style, script = Markup(own("page.css")), Markup(own("page.js"))
-    template = environment.get_template("page.html")
-    return template.render(content(material, baseline), shades=_SHADES, style=style, script=script)
+    filled = template("page.html", _harmless, shades)
+    return filled.render(content(material, baseline), shades=_SHADES, style=style, script=script)
 
 
 def _harmless(value: Any) -> Any:
